@@ -1,0 +1,1 @@
+"""Mixture-of-Experts layers whose experts live on different ranks."""

@@ -1,0 +1,69 @@
+"""Backward of dispatch is a combine, and the other way round; written once for every backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe_comm.dispatch.base import Dispatched, Dispatcher, Layout
+from moe_comm.errors import InputError
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, ids_TK: Tensor, dispatcher: Dispatcher, label: str, out: list[Layout]) -> Tensor:
+        header = out.pop()  # type: ignore[assignment]
+        rows_RD, layout = dispatcher._send(x_TD, ids_TK, header)  # type: ignore[arg-type]
+        out.append(layout)
+        ctx.dispatcher, ctx.layout = dispatcher, layout
+        return rows_RD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
+        header = ctx.dispatcher.header("dispatch backward", ctx.layout, False)
+        return ctx.dispatcher._sum(grad_RD, None, ctx.layout, header), None, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, weights_TK: Tensor, dispatcher: Dispatcher, layout: Layout, grad: bool) -> Tensor:
+        header = dispatcher.header("combine", layout, grad)
+        weights32_TK = weights_TK.float()
+        y_TD = dispatcher._sum(rows_RD, weights32_TK, layout, header)
+        # Peers read the saved rows again in backward, in place.
+        ctx.save_for_backward(rows_RD, weights32_TK)
+        ctx.dispatcher, ctx.layout, ctx.weights_dtype = dispatcher, layout, weights_TK.dtype
+        return y_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        rows_RD, weights_TK = ctx.saved_tensors
+        header = ctx.dispatcher.header("combine backward", ctx.layout, False)
+        rows = rows_RD if ctx.needs_input_grad[1] else None
+        grad_rows_RD, grad_TK = ctx.dispatcher._spread(grad_TD, rows, weights_TK, ctx.layout, header)
+        return grad_rows_RD, None if grad_TK is None else grad_TK.to(ctx.weights_dtype), None, None, None
+
+
+def dispatch(dispatcher: Dispatcher, x_TD: Tensor, ids_TK: Tensor, label: str) -> Dispatched:
+    """Differentiable dispatch; see ``Dispatcher.dispatch``."""
+    out: list[Any] = [dispatcher.dispatch_header(x_TD, ids_TK, label)]
+    rows_RD = _Dispatch.apply(x_TD, ids_TK, dispatcher, label, out)
+    return Dispatched(rows_RD, out[0])
+
+
+def combine(dispatcher: Dispatcher, rows_RD: Tensor, weights_TK: Tensor, layout: Layout) -> Tensor:
+    """Differentiable combine; see ``Dispatcher.combine``."""
+    if tuple(rows_RD.shape) != (layout.num_rows, layout.hidden) or rows_RD.dtype != layout.dtype:
+        raise InputError(
+            f"combine needs rows [{layout.num_rows}, {layout.hidden}] {layout.dtype}, as dispatch gave them; "
+            f"got {tuple(rows_RD.shape)} {rows_RD.dtype}"
+        )
+    if tuple(weights_TK.shape) != (layout.num_tokens, layout.top_k):
+        raise InputError(f"combine needs weights [{layout.num_tokens}, {layout.top_k}]; got {tuple(weights_TK.shape)}")
+    grad = torch.is_grad_enabled() and (rows_RD.requires_grad or weights_TK.requires_grad)
+    return _Combine.apply(rows_RD, weights_TK, dispatcher, layout, grad)  # type: ignore[no-any-return]

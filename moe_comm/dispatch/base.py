@@ -1,0 +1,226 @@
+"""The typed seam between layers and the ways to move rows.
+
+    x_TD, ids_TK ──dispatch──▶ rows_RD (this rank's experts, expert-major) ──experts──▶ rows_RD ──combine──▶ y_TD
+
+A backend provides three primitives without autograd; ``dispatch/autograd.py`` joins them:
+
+    _send    dispatch forward:  each routed row to its place at the owner of its expert
+    _sum     combine forward (weighted) and dispatch backward (unweighted): K rows of a token, in slot order
+    _spread  combine backward: a token's gradient, times its weight, back to the K places; and the weights' gradient
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_comm.dispatch.header import DTYPES, Header
+from moe_comm.errors import ConfigError, InputError, MoeCommError, RoutingError
+from moe_comm.topology import ExpertPlacement
+
+DROPPED = -1
+"""Expert id of a slot that goes to no expert and adds nothing to the output."""
+INVALID_LOGITS = -2
+"""Expert id by which a router marks a token whose logits are NaN or all -Inf; dispatch raises on every rank."""
+
+
+@dataclass(frozen=True)
+class DispatchOptions:
+    """How operations wait and check.
+
+    timeout_s: seconds to wait for a peer that lives but does not arrive before ``PeerTimeout``.
+    deterministic: the bits of the results do not depend on the number of ranks; False allows a backend to
+        sum partial results in another order where that moves fewer bytes.
+    checked: compare headers before every operation; where False, only in dispatch.
+    """
+
+    timeout_s: float = 300.0
+    deterministic: bool = True
+    checked: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.timeout_s > 0:
+            raise ConfigError(f"timeout_s must be positive seconds; got {self.timeout_s}")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where one dispatch put the rows; ``combine`` and both backward passes need it.
+
+    rows_per_expert: rows of each local expert, in order of expert id; they stand one after another in rows_RD.
+    num_dropped: slots of this rank's tokens with id -1.
+    state: private to the backend that made the layout.
+    """
+
+    num_tokens: int
+    top_k: int
+    hidden: int
+    dtype: torch.dtype
+    device: torch.device
+    rows_per_expert: tuple[int, ...]
+    num_rows: int
+    num_dropped: int
+    label: str
+    state: Any = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """``rows_RD``: the rows for this rank's experts, by (expert, source rank, token, slot)."""
+
+    rows_RD: Tensor
+    layout: Layout
+
+
+class Dispatcher(ABC):
+    """Moves token rows to the ranks that hold their experts, and the results back. Differentiable."""
+
+    name: ClassVar[str]
+
+    def __init__(
+        self,
+        placement: ExpertPlacement,
+        group: ProcessGroup | None = None,
+        rank: int = 0,
+        options: DispatchOptions | None = None,
+    ) -> None:
+        self.placement = placement
+        self.group = group
+        self.rank = rank
+        self.world = placement.world
+        self.options = options or DispatchOptions()
+        self._seq = 0
+
+    @property
+    def num_experts(self) -> int:
+        return self.placement.num_experts
+
+    @property
+    def local_experts(self) -> range:
+        """Global ids of this rank's experts."""
+        return self.placement.local_range(self.rank)
+
+    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, *, label: str = "") -> Dispatched:
+        """Send each token's row to the owners of its K experts.
+
+        Args:
+            x_TD: [T, D] fp32, bf16 or fp16; any strides; T may be zero and may differ between ranks.
+            ids_TK: [T, K] int32 or int64 global expert ids; -1 drops the slot.
+            label: name of the layer, for error messages.
+
+        Returns:
+            Rows of this rank's experts, and the layout that ``combine`` needs.
+
+        Raises:
+            InputError, RoutingError, RankMismatch: on every rank, before rows move.
+            PeerDied, PeerTimeout: a rank is gone, or did not call in time.
+        """
+        from moe_comm.dispatch.autograd import dispatch
+
+        return dispatch(self, x_TD, ids_TK, label)
+
+    def combine(self, rows_RD: Tensor, weights_TK: Tensor, layout: Layout) -> Tensor:
+        """Bring each token's K results back and sum them, weighted, in fp32 and in slot order.
+
+        Args:
+            rows_RD: [R, D] the experts' output, rows as ``dispatch`` gave them. Read in place by the peers if it
+                comes from ``empty_rows``, else copied there first.
+            weights_TK: [T, K] routing weights.
+            layout: what ``dispatch`` returned.
+
+        Returns:
+            y_TD: [T, D] in the dtype of ``rows_RD``.
+        """
+        from moe_comm.dispatch.autograd import combine
+
+        return combine(self, rows_RD, weights_TK, layout)
+
+    def empty_rows(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Uninitialised [num_rows, width] storage of the kind this backend reads and writes fastest."""
+        return torch.empty(num_rows, width, dtype=dtype, device=device)
+
+    def close(self) -> None:
+        """Give back what this dispatcher holds. Collective; calling it twice is allowed."""
+
+    # --- for autograd.py and the backends ---
+
+    def header(self, op: str, layout: Layout, requires_grad: bool) -> Header:
+        """The next handshake for ``op`` on rows laid out by ``layout``."""
+        self._seq += 1
+        return Header(
+            op, self._seq, layout.hidden, layout.dtype, layout.top_k, self.num_experts, requires_grad, layout.label
+        )
+
+    def dispatch_header(self, x_TD: Tensor, ids_TK: Tensor, label: str) -> Header:
+        """The handshake of a dispatch; holds the fault if the input is bad."""
+        self._seq += 1
+        fault = self._fault(x_TD, ids_TK)
+        return Header(
+            "dispatch",
+            self._seq,
+            x_TD.shape[-1] if x_TD.dim() else 0,
+            x_TD.dtype,
+            ids_TK.shape[-1] if ids_TK.dim() else 0,
+            self.num_experts,
+            torch.is_grad_enabled() and x_TD.requires_grad,
+            label,
+            fault,
+        )
+
+    def _fault(self, x_TD: Tensor, ids_TK: Tensor) -> MoeCommError | None:
+        if x_TD.dim() != 2 or ids_TK.dim() != 2 or x_TD.shape[0] != ids_TK.shape[0]:
+            return InputError(
+                f"dispatch needs x [T, D] and ids [T, K]; got {tuple(x_TD.shape)} and {tuple(ids_TK.shape)}"
+            )
+        if x_TD.dtype not in DTYPES:
+            return InputError(f"rows must be float32, bfloat16, float16 or float64; got {x_TD.dtype}")
+        if ids_TK.dtype not in (torch.int64, torch.int32):
+            return InputError(f"expert ids must be int64 or int32; got {ids_TK.dtype}")
+        if x_TD.device != ids_TK.device:
+            return InputError(f"x is on {x_TD.device} but the expert ids are on {ids_TK.device}")
+        if ids_TK.shape[1] < 1:
+            return InputError("top-k must be at least 1; got ids of width 0")
+        return self._routing_fault(ids_TK)
+
+    def _routing_fault(self, ids_TK: Tensor) -> RoutingError | None:
+        """Ids out of range. Backends that count in native code override this and check while counting."""
+        if not ids_TK.numel():
+            return None
+        low, high = (int(v) for v in torch.aminmax(ids_TK))
+        if low >= DROPPED and high < self.num_experts:
+            return None
+        return routing_error(ids_TK, self.num_experts)
+
+    @abstractmethod
+    def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, Layout]: ...
+
+    @abstractmethod
+    def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, layout: Layout, header: Header) -> Tensor: ...
+
+    @abstractmethod
+    def _spread(
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, layout: Layout, header: Header
+    ) -> tuple[Tensor, Tensor | None]:
+        """``rows_RD`` None: the weights need no gradient."""
+
+
+def routing_error(ids_TK: Tensor, num_experts: int) -> RoutingError:
+    """The error for the first bad id of ``ids_TK``."""
+    bad = ((ids_TK < DROPPED) | (ids_TK >= num_experts)).nonzero()
+    token, slot = (int(v) for v in bad[0])
+    value = int(ids_TK[token, slot])
+    if value == INVALID_LOGITS:
+        return RoutingError(
+            f"router logits of token {token} are NaN or all -Inf (first of {len(bad[:, 0].unique())} such tokens)"
+        )
+    return RoutingError(
+        f"expert id {value} of token {token}, slot {slot} is outside 0..{num_experts - 1} (-1 drops a slot); {len(bad)} bad ids"
+    )
+
+
+__all__ = ["DROPPED", "INVALID_LOGITS", "DispatchOptions", "Dispatched", "Dispatcher", "Layout", "replace", "routing_error"]

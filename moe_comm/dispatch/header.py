@@ -1,0 +1,103 @@
+"""The handshake that starts every operation: each rank says what it is about to do, and all compare.
+
+Disagreement (hidden size, dtype, top-k, order of calls) or bad input on one rank becomes the same typed
+error on every rank before any row moves. A header is a fixed-size int64 vector, so that ranks which
+disagree on everything else still exchange the same number of bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from moe_comm import errors
+
+OPS = ("dispatch", "combine", "combine backward", "dispatch backward")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FAULTS: tuple[type[errors.MoeCommError], ...] = (errors.InputError, errors.RoutingError, errors.ConfigError)
+
+COMPARED = ("operation", "call number", "hidden size", "dtype", "top-k", "experts", "requires_grad")
+NUM_COMPARED = len(COMPARED)
+FAULT_SLOT = NUM_COMPARED
+TEXT_START = FAULT_SLOT + 1
+TEXT_WORDS = 40
+WORDS = TEXT_START + TEXT_WORDS
+
+Words = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Header:
+    """What one rank is about to do. ``fault`` is an error in its own input, found before data moves."""
+
+    op: str
+    seq: int
+    hidden: int
+    dtype: torch.dtype
+    top_k: int
+    num_experts: int
+    requires_grad: bool
+    label: str = ""
+    fault: errors.MoeCommError | None = None
+
+    def pack(self) -> Words:
+        """The header as ``WORDS`` int64."""
+        words = np.zeros(WORDS, np.int64)
+        words[:NUM_COMPARED] = (
+            OPS.index(self.op),
+            self.seq,
+            self.hidden,
+            DTYPES.index(self.dtype) if self.dtype in DTYPES else -1,
+            self.top_k,
+            self.num_experts,
+            int(self.requires_grad),
+        )
+        text = self.label
+        if self.fault is not None:
+            kinds = [i for i, kind in enumerate(FAULTS) if type(self.fault) is kind]
+            words[FAULT_SLOT] = 1 + (kinds[0] if kinds else 0)
+            text = str(self.fault)
+        raw = text.encode()[: TEXT_WORDS * 8]
+        words[TEXT_START:].view(np.uint8)[: len(raw)] = np.frombuffer(raw, np.uint8)
+        return words
+
+
+def _text(words: Words) -> str:
+    return words[TEXT_START:].tobytes().rstrip(b"\0").decode(errors="replace")
+
+
+def _show(field: int, value: int) -> str:
+    if field == 0:
+        return OPS[value] if 0 <= value < len(OPS) else f"unknown operation {value}"
+    if field == 3:
+        return str(DTYPES[value]).removeprefix("torch.") if 0 <= value < len(DTYPES) else "unsupported dtype"
+    if field == 6:
+        return str(bool(value))
+    return str(value)
+
+
+def check(headers: Sequence[Words], rank: int, own: Header) -> None:
+    """Raise on this rank, as on every other, if any header holds a fault or two differ.
+
+    Raises:
+        the fault's own class (``RoutingError``, ``InputError``): some rank's input is bad.
+        RankMismatch: the ranks are not doing the same thing.
+    """
+    if own.fault is not None:
+        raise own.fault
+    for peer, words in enumerate(headers):
+        if words[FAULT_SLOT]:
+            raise FAULTS[int(words[FAULT_SLOT]) - 1](f"rank {peer}: {_text(words)}")
+    for field in range(NUM_COMPARED):
+        values = [int(words[field]) for words in headers]
+        if len(set(values)) > 1:
+            given = ", ".join(f"rank {peer}: {_show(field, value)}" for peer, value in enumerate(values))
+            where = f" of layer {own.label!r}" if own.label else ""
+            raise errors.RankMismatch(
+                f"ranks disagree on {COMPARED[field]} in {own.op} (call {own.seq}){where}: {given}. "
+                "Every rank of a group must make the same calls in the same order with the same settings."
+            )

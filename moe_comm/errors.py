@@ -1,0 +1,51 @@
+"""Typed errors. Each says what was given, what was expected and what to do.
+
+Errors about input are raised on *every* rank of the group, before rows move: a rank that finds its own
+input bad tells its peers in the handshake that starts each operation, and all raise the same class.
+"""
+
+from __future__ import annotations
+
+
+class MoeCommError(RuntimeError):
+    """Base of everything this library raises on purpose."""
+
+
+class ConfigError(MoeCommError, ValueError):
+    """A setting is unknown, out of range, or contradicts another."""
+
+
+class InputError(MoeCommError, ValueError):
+    """A tensor has the wrong shape, dtype or device for the operation."""
+
+
+class RoutingError(InputError):
+    """Expert ids are out of range, or router logits are NaN or all -Inf for a token."""
+
+
+class RankMismatch(MoeCommError):
+    """Ranks of one group disagree: on hidden size, dtype, top-k, experts, or on the order of calls."""
+
+
+class PeerError(MoeCommError):
+    """Another rank cannot take part any more; this group is unusable afterwards."""
+
+
+class PeerDied(PeerError):
+    """A peer's process has ended."""
+
+
+class PeerTimeout(PeerError):
+    """A peer did not arrive before the deadline."""
+
+
+class HeapError(MoeCommError, MemoryError):
+    """Shared memory is exhausted or could not be reserved."""
+
+
+class UnsupportedModel(MoeCommError, ValueError):
+    """A model has no MoE block, or one whose structure is not known."""
+
+
+class MissingDependency(MoeCommError, ImportError):
+    """An optional package is needed for this; the message names the extra that brings it."""
