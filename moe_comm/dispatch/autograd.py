@@ -32,10 +32,10 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_RD: Tensor, weights_TK: Tensor, dispatcher: Dispatcher, layout: Layout, grad: bool) -> Tensor:
         header = dispatcher.header("combine", layout, grad)
-        weights32_TK = weights_TK.float()
-        y_TD = dispatcher._sum(rows_RD, weights32_TK, layout, header)
+        wide_TK = weights_TK.to(torch.promote_types(rows_RD.dtype, torch.float32))
+        y_TD = dispatcher._sum(rows_RD, wide_TK, layout, header)
         # Peers read the saved rows again in backward, in place.
-        ctx.save_for_backward(rows_RD, weights32_TK)
+        ctx.save_for_backward(rows_RD, wide_TK)
         ctx.dispatcher, ctx.layout, ctx.weights_dtype = dispatcher, layout, weights_TK.dtype
         return y_TD
 
