@@ -49,3 +49,7 @@ class UnsupportedModel(MoeCommError, ValueError):
 
 class MissingDependency(MoeCommError, ImportError):
     """An optional package is needed for this; the message names the extra that brings it."""
+
+
+class NonFiniteLoss(MoeCommError, ArithmeticError):
+    """The loss or its gradient is NaN or infinite; raised on every rank before the weights change."""

@@ -43,7 +43,7 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         rows_RD, weights_TK = ctx.saved_tensors
-        header = ctx.dispatcher.header("combine backward", ctx.layout, False)
+        header = ctx.dispatcher.header("combine backward", ctx.layout, ctx.needs_input_grad[1])
         rows = rows_RD if ctx.needs_input_grad[1] else None
         grad_rows_RD, grad_TK = ctx.dispatcher._spread(grad_TD, rows, weights_TK, ctx.layout, header)
         return grad_rows_RD, None if grad_TK is None else grad_TK.to(ctx.weights_dtype), None, None, None

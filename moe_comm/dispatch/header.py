@@ -7,6 +7,7 @@ disagree on everything else still exchange the same number of bytes.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,9 +19,14 @@ from moe_comm import errors
 
 OPS = ("dispatch", "combine", "combine backward", "dispatch backward")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-FAULTS: tuple[type[errors.MoeCommError], ...] = (errors.InputError, errors.RoutingError, errors.ConfigError)
+FAULTS: tuple[type[errors.MoeCommError], ...] = (
+    errors.InputError,
+    errors.RoutingError,
+    errors.ConfigError,
+    errors.HeapError,
+)
 
-COMPARED = ("operation", "call number", "hidden size", "dtype", "top-k", "experts", "requires_grad")
+COMPARED = ("operation", "call number", "hidden size", "dtype", "top-k", "experts", "requires_grad", "layer")
 NUM_COMPARED = len(COMPARED)
 FAULT_SLOT = NUM_COMPARED
 TEXT_START = FAULT_SLOT + 1
@@ -55,6 +61,7 @@ class Header:
             self.top_k,
             self.num_experts,
             int(self.requires_grad),
+            zlib.crc32(self.label.encode()),
         )
         text = self.label
         if self.fault is not None:
@@ -70,13 +77,16 @@ def _text(words: Words) -> str:
     return words[TEXT_START:].tobytes().rstrip(b"\0").decode(errors="replace")
 
 
-def _show(field: int, value: int) -> str:
+def _show(field: int, words: Words) -> str:
+    value = int(words[field])
     if field == 0:
         return OPS[value] if 0 <= value < len(OPS) else f"unknown operation {value}"
     if field == 3:
         return str(DTYPES[value]).removeprefix("torch.") if 0 <= value < len(DTYPES) else "unsupported dtype"
     if field == 6:
         return str(bool(value))
+    if field == 7:
+        return repr(_text(words))
     return str(value)
 
 
@@ -95,7 +105,7 @@ def check(headers: Sequence[Words], rank: int, own: Header) -> None:
     for field in range(NUM_COMPARED):
         values = [int(words[field]) for words in headers]
         if len(set(values)) > 1:
-            given = ", ".join(f"rank {peer}: {_show(field, value)}" for peer, value in enumerate(values))
+            given = ", ".join(f"rank {peer}: {_show(field, words)}" for peer, words in enumerate(headers))
             where = f" of layer {own.label!r}" if own.label else ""
             raise errors.RankMismatch(
                 f"ranks disagree on {COMPARED[field]} in {own.op} (call {own.seq}){where}: {given}. "

@@ -1,0 +1,262 @@
+// The Python face of the native core: addresses, sizes and plain numbers in; DLPack capsules out. No libtorch.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <memory>
+
+#include "cpu/communicator.h"
+#include "cpu/dlpack.h"
+#include "cpu/errors.h"
+#include "cpu/heap.h"
+#include "cpu/kernels.h"
+#include "cpu/pool.h"
+#include "cpu/transfer.h"
+
+#ifdef MOE_COMM_WITH_CUDA
+#include "cuda/probe.h"
+#endif
+
+namespace py = pybind11;
+using namespace moe_comm;
+
+namespace {
+
+template <class T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// A block of a heap as a matrix; the block goes back when torch drops the last tensor over it, on whatever thread.
+struct BlockTensor {
+  DLManagedTensor managed{};
+  int64_t shape[2]{};
+  std::shared_ptr<Heap> heap;
+  int64_t offset = 0;
+
+  static void release(DLManagedTensor* self) {
+    auto* block = static_cast<BlockTensor*>(self->manager_ctx);
+    block->heap->free(block->offset);
+    delete block;
+  }
+};
+
+py::capsule block_tensor(std::shared_ptr<Heap> heap, int64_t offset, int64_t rows, int64_t columns, int dtype) {
+  auto block = std::make_unique<BlockTensor>();
+  block->shape[0] = rows;
+  block->shape[1] = columns;
+  block->offset = offset;
+  DLTensor& tensor = block->managed.dl_tensor;
+  tensor.data = heap->base() + offset;
+  tensor.device = {1, 0};
+  tensor.ndim = 2;
+  tensor.dtype = {static_cast<uint8_t>(dtype == kBFloat16 ? 4 : 2), static_cast<uint8_t>(8 * dtype_bytes(dtype)), 1};
+  tensor.shape = block->shape;
+  block->managed.manager_ctx = block.get();
+  block->managed.deleter = &BlockTensor::release;
+  block->heap = std::move(heap);
+  PyObject* capsule = PyCapsule_New(&block->managed, "dltensor", [](PyObject* self) {
+    // Torch renames a capsule that it has taken; one still called "dltensor" was never used.
+    if (PyCapsule_IsValid(self, "dltensor")) {
+      auto* managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(self, "dltensor"));
+      managed->deleter(managed);
+    }
+  });
+  if (!capsule) throw py::error_already_set();
+  block.release();
+  return py::reinterpret_steal<py::capsule>(capsule);
+}
+
+Op make_op(const std::array<int64_t, kComparedWords>& compared, std::string label, int64_t fault, std::string text) {
+  Op op;
+  std::copy(compared.begin(), compared.end(), op.compared);
+  op.label = std::move(label);
+  op.fault = fault;
+  op.fault_text = std::move(text);
+  return op;
+}
+
+void raise_python(const char* name, const char* text) {
+  const py::object kind = py::module_::import("moe_comm.errors").attr(name);
+  PyErr_SetString(kind.ptr(), text);
+}
+
+// Takes the GIL only; releases it around `body`.
+template <class Body>
+auto without_gil(Body body) {
+  py::gil_scoped_release release;
+  return body();
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Native core of moe_comm: shared-memory heap, flags, dispatch, combine and the loops inside them.";
+
+  static py::exception<HandshakeFailed> handshake(m, "HandshakeFailed");
+  py::register_exception_translator([](std::exception_ptr p) {
+    try {
+      if (p) std::rethrow_exception(p);
+    } catch (const HandshakeFailed& e) {
+      py::list headers;
+      for (const std::string& words : e.headers) headers.append(py::bytes(words));
+      py::object error = py::reinterpret_borrow<py::object>(handshake)("ranks disagree");
+      error.attr("headers") = headers;
+      PyErr_SetObject(handshake.ptr(), error.ptr());
+    } catch (const HeapError& e) {
+      raise_python("HeapError", e.what());
+    } catch (const PeerDied& e) {
+      raise_python("PeerDied", e.what());
+    } catch (const PeerTimeout& e) {
+      raise_python("PeerTimeout", e.what());
+    } catch (const PeerError& e) {
+      raise_python("PeerError", e.what());
+    }
+  });
+
+  py::class_<Heap, std::shared_ptr<Heap>>(m, "Heap")
+      .def(py::init<const std::string&, int64_t, int64_t, int64_t>(), py::arg("name"), py::arg("control_bytes") = 0,
+           py::arg("initial_bytes") = 0, py::arg("reserve_bytes") = int64_t{1} << 38)
+      .def_property_readonly("name", &Heap::name)
+      .def_property_readonly("size", &Heap::size)
+      .def_property_readonly("used", &Heap::used)
+      .def_property_readonly("peak", &Heap::peak)
+      .def_property_readonly("blocks", &Heap::blocks)
+      .def("unlink", &Heap::unlink)
+      .def("owns", [](const Heap& h, uintptr_t p, int64_t bytes) { return h.owns(pointer<void>(p), bytes); })
+      .def(
+          "tensor",
+          [](const std::shared_ptr<Heap>& heap, int64_t rows, int64_t columns, int dtype) {
+            const int64_t offset = without_gil([&] { return heap->alloc(rows * columns * dtype_bytes(dtype)); });
+            return block_tensor(heap, offset, rows, columns, dtype);
+          },
+          py::arg("rows"), py::arg("columns"), py::arg("dtype"),
+          "An uninitialised [rows, columns] block as a DLPack capsule; it returns to the heap with the tensor.");
+
+  py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator")
+      .def(py::init([](std::shared_ptr<Heap> heap, int rank, int world, double timeout_s, double spin_us,
+                       uint32_t first_progress, bool watch_pids) {
+             Communicator::Options options;
+             options.timeout_s = timeout_s;
+             options.spin_us = spin_us;
+             options.first_progress = first_progress;
+             options.watch_pids = watch_pids;
+             return std::make_shared<Communicator>(std::move(heap), rank, world, options);
+           }),
+           py::arg("heap"), py::arg("rank"), py::arg("world"), py::arg("timeout_s"), py::arg("spin_us"),
+           py::arg("first_progress") = 0, py::arg("watch_pids") = true)
+      .def_static("control_bytes", &Communicator::control_bytes)
+      .def("attach", &Communicator::attach)
+      .def("set_step", &Communicator::set_step)
+      .def("set_timeout", &Communicator::set_timeout)
+      .def("check_peers", &Communicator::check_peers)
+      .def("pids", &Communicator::pids);
+
+  py::class_<Layout, std::shared_ptr<Layout>>(m, "Layout")
+      .def_property_readonly("rows_per_expert", [](const Layout& l) { return py::tuple(py::cast(l.rows_per_expert)); })
+      .def_readonly("rows", &Layout::rows)
+      .def_readonly("dropped", &Layout::dropped);
+
+  py::class_<Transfer>(m, "Transfer")
+      .def(py::init<std::shared_ptr<Communicator>, std::shared_ptr<Heap>, std::vector<int64_t>, int>(),
+           py::arg("communicator").none(true), py::arg("heap"), py::arg("expert_offsets"), py::arg("threads"))
+      .def("send",
+           [](Transfer& t, const std::array<int64_t, kComparedWords>& compared, std::string label, int64_t fault,
+              std::string text, uintptr_t x, int64_t x_stride, uintptr_t ids, int64_t tokens, int64_t top_k,
+              int64_t hidden, int dtype) {
+             const Op op = make_op(compared, std::move(label), fault, std::move(text));
+             const Sent sent = without_gil([&] {
+               return t.send(op, {pointer<char>(x), x_stride}, pointer<int64_t>(ids), {tokens, top_k, hidden, dtype});
+             });
+             return py::make_tuple(block_tensor(t.heap_ptr(), sent.block, sent.layout->rows, hidden, dtype),
+                                   sent.layout);
+           })
+      .def("sum",
+           [](Transfer& t, const std::array<int64_t, kComparedWords>& compared, std::string label,
+              const Layout& layout, uintptr_t rows, int64_t rows_stride, uintptr_t weights, uintptr_t y) {
+             const Op op = make_op(compared, std::move(label), 0, "");
+             without_gil([&] {
+               t.sum(op, layout, {pointer<char>(rows), rows_stride}, pointer<float>(weights), pointer<char>(y));
+               return 0;
+             });
+           })
+      .def("spread", [](Transfer& t, const std::array<int64_t, kComparedWords>& compared, std::string label,
+                        const Layout& layout, uintptr_t g, int64_t g_stride, uintptr_t rows, int64_t rows_stride,
+                        uintptr_t weights, bool weight_grads, uintptr_t grad_weights) {
+        const Op op = make_op(compared, std::move(label), 0, "");
+        const int64_t block = without_gil([&] {
+          return t.spread(op, layout, {pointer<char>(g), g_stride}, {pointer<char>(rows), rows_stride},
+                          pointer<float>(weights), weight_grads, pointer<float>(grad_weights));
+        });
+        return block_tensor(t.heap_ptr(), block, layout.rows, layout.hidden, layout.dtype);
+      });
+
+  m.def(
+      "swiglu_forward",
+      [](uintptr_t h, int64_t h_stride, uintptr_t act, int64_t rows, int64_t width, int dtype, int threads) {
+        py::gil_scoped_release release;
+        const int64_t size = dtype_bytes(dtype);
+        parallel_for(rows, 64, threads, [&](int64_t first, int64_t last) {
+          kernels().swiglu(pointer<char>(h) + first * h_stride * size, h_stride,
+                           pointer<char>(act) + first * width * size, last - first, width, dtype);
+        });
+      },
+      py::arg("h"), py::arg("h_stride"), py::arg("act"), py::arg("rows"), py::arg("width"), py::arg("dtype"),
+      py::arg("threads"), "act [rows, width] = silu(gate) * up, h [rows, 2 * width] = gate | up; h_stride in elements.");
+  m.def(
+      "swiglu_backward",
+      [](uintptr_t h, int64_t h_stride, uintptr_t grad_act, uintptr_t grad_h, uintptr_t act, int64_t rows,
+         int64_t width, int dtype, int threads) {
+        py::gil_scoped_release release;
+        const int64_t size = dtype_bytes(dtype);
+        parallel_for(rows, 64, threads, [&](int64_t first, int64_t last) {
+          kernels().swiglu_backward(pointer<char>(h) + first * h_stride * size, h_stride,
+                                    pointer<char>(grad_act) + first * width * size,
+                                    pointer<char>(grad_h) + first * 2 * width * size,
+                                    act ? pointer<char>(act) + first * width * size : nullptr, last - first, width,
+                                    dtype);
+        });
+      },
+      py::arg("h"), py::arg("h_stride"), py::arg("grad_act"), py::arg("grad_h"), py::arg("act"), py::arg("rows"),
+      py::arg("width"), py::arg("dtype"), py::arg("threads"),
+      "grad_h [rows, 2 * width] from grad_act; also act again where its address is not 0.");
+
+  m.def(
+      "bare_gather",
+      [](uintptr_t src, uintptr_t index, uintptr_t dst, int64_t count, int64_t row_bytes, int threads) {
+        py::gil_scoped_release release;
+        parallel_for(count, 64, threads, [&](int64_t first, int64_t last) {
+          kernels().bare_gather(pointer<char>(src), pointer<int64_t>(index), pointer<int64_t>(dst), first, last,
+                                row_bytes);
+        });
+      },
+      "Benchmark limit: copy row index[i] of src to address dst[i], with non-temporal stores.");
+  m.def(
+      "bare_weighted_sum",
+      [](uintptr_t dst, uintptr_t src, uintptr_t weights, int64_t tokens, int64_t top_k, int64_t hidden, int dtype,
+         int threads) {
+        if (top_k > 64) throw std::invalid_argument("bare_weighted_sum takes at most 64 rows a token");
+        py::gil_scoped_release release;
+        parallel_for(tokens, 16, threads, [&](int64_t first, int64_t last) {
+          kernels().bare_sum(pointer<char>(dst), pointer<int64_t>(src), pointer<float>(weights), first, last, top_k,
+                             hidden, dtype);
+        });
+      },
+      "Benchmark limit: dst[t] = sum of weights[t, k] times the row at address src[t, k].");
+
+  m.def("pack_header", [](const std::array<int64_t, kComparedWords>& compared, std::string label, int64_t fault,
+                          std::string text) {
+    return py::bytes(pack_header(make_op(compared, std::move(label), fault, std::move(text))));
+  });
+  m.def("sweep_stale", &sweep_stale, "Remove /dev/shm/<prefix>.<pid>.* of dead processes; returns how many.");
+  m.def("isa", [] { return std::string(kernels().name); }, "The instruction set in use.");
+  m.def("isas", &isa_names, "Instruction sets that can run here, best first.");
+  m.def("set_isa", &set_isa, "Use another instruction set (tests); False if it cannot run here.");
+  m.def("cuda_probe", []() -> py::object {
+#ifdef MOE_COMM_WITH_CUDA
+    return py::str(cuda_probe_json());
+#else
+    return py::none();
+#endif
+  });
+}

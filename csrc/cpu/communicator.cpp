@@ -1,0 +1,336 @@
+#include "communicator.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cinttypes>
+#include <cstdio>
+#include <cstring>
+#include <new>
+
+#include "errors.h"
+#include "futex.h"
+
+namespace moe_comm {
+
+namespace {
+
+constexpr uint64_t kMagic = 0x6d6f65636f6d6d01;
+constexpr uint32_t kArrived = 1, kReady = 2, kDone = 3, kPerOp = 4;
+constexpr int64_t kLookAround = 100 * 1000 * 1000;  // ns between looks at the peers' pulses
+const char* const kOps[] = {"dispatch", "combine", "combine backward", "dispatch backward"};
+
+std::string op_name(int64_t op) { return op >= 0 && op < 4 ? kOps[op] : "an unknown operation"; }
+
+std::string label_of(const Record& record) {
+  if (record.header[kFaultWord]) return "";
+  const char* text = reinterpret_cast<const char*>(record.header + kTextWord);
+  return std::string(text, strnlen(text, sizeof(int64_t) * (kHeaderWords - kTextWord)));
+}
+
+std::string seconds(int64_t ns) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f s", static_cast<double>(ns) * 1e-9);
+  return text;
+}
+
+int open_pidfd(pid_t pid) {
+#ifdef SYS_pidfd_open
+  return static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+#else
+  (void)pid;
+  return -1;
+#endif
+}
+
+}  // namespace
+
+Communicator::Communicator(std::shared_ptr<Heap> heap, int rank, int world, Options options)
+    : heap_(std::move(heap)), rank_(rank), world_(world), options_(options), op_base_(options.first_progress) {
+  peers_.resize(static_cast<size_t>(world));
+  peers_[static_cast<size_t>(rank)].local = heap_;
+  Control* own = new (heap_->base()) Control();
+  own->pid = getpid();
+  own->rank = static_cast<uint32_t>(rank);
+  own->progress.store(options.first_progress);
+  own->waiting_for.store(-1);
+  own->step.store(-1);
+  own->since_ns.store(now_ns());
+  std::atomic_thread_fence(std::memory_order_release);
+  own->magic = kMagic;
+}
+
+Communicator::~Communicator() {
+  for (Peer& peer : peers_) {
+    if (peer.pidfd >= 0) close(peer.pidfd);
+  }
+}
+
+void Communicator::attach(const std::vector<std::string>& names) {
+  if (static_cast<int>(names.size()) != world_) throw HeapError("attach needs one segment name per rank");
+  for (int p = 0; p < world_; ++p) {
+    if (p == rank_) continue;
+    Peer& peer = peers_[static_cast<size_t>(p)];
+    const std::string& name = names[static_cast<size_t>(p)];
+    const int fd = shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0);
+    if (fd < 0) throw HeapError("cannot open shared memory " + name + " of rank " + std::to_string(p) + ": " + std::strerror(errno));
+    struct stat info {};
+    if (fstat(fd, &info) != 0 || info.st_uid != geteuid() || info.st_size < control_bytes()) {
+      close(fd);
+      throw HeapError("shared memory " + name + " of rank " + std::to_string(p) +
+                      " is not ours: it belongs to another user or is too small");
+    }
+    peer.map = std::make_unique<Mapping>(fd, heap_->reserve());
+    if (!peer.map->extend(info.st_size, /*populate=*/false)) throw HeapError("cannot map shared memory " + name);
+    const Control& other = control(p);
+    if (other.magic != kMagic || static_cast<int>(other.rank) != p) {
+      throw HeapError("shared memory " + name + " does not hold rank " + std::to_string(p) + " of this group");
+    }
+    peer.pid = other.pid;
+    if (options_.watch_pids) peer.pidfd = open_pidfd(other.pid);
+  }
+}
+
+void Communicator::attach_local(const std::vector<std::shared_ptr<Heap>>& heaps) {
+  for (int p = 0; p < world_; ++p) peers_[static_cast<size_t>(p)].local = heaps[static_cast<size_t>(p)];
+}
+
+char* Communicator::peer_base(int peer) const {
+  const Peer& p = peers_[static_cast<size_t>(peer)];
+  return p.local ? p.local->base() : p.map->base();
+}
+
+Control& Communicator::control(int peer) const { return *reinterpret_cast<Control*>(peer_base(peer)); }
+
+char* Communicator::address(int peer, int64_t offset, int64_t bytes) {
+  Peer& p = peers_[static_cast<size_t>(peer)];
+  if (p.map && offset + bytes > p.map->mapped() && !p.map->extend(offset + bytes, /*populate=*/true)) {
+    throw HeapError("cannot map " + std::to_string(offset + bytes) + " bytes of rank " + std::to_string(peer) +
+                    "'s shared memory");
+  }
+  return peer_base(peer) + offset;
+}
+
+void Communicator::set_step(int64_t step) { control(rank_).step.store(step, std::memory_order_relaxed); }
+
+std::vector<int32_t> Communicator::pids() const {
+  std::vector<int32_t> all;
+  for (int p = 0; p < world_; ++p) all.push_back(control(p).pid);
+  return all;
+}
+
+void Communicator::ring() {
+  for (int p = 0; p < world_; ++p) {
+    if (p == rank_) continue;
+    Control& other = control(p);
+    other.doorbell.fetch_add(1);
+    if (other.sleeping.load()) futex_wake_all(other.doorbell);
+  }
+}
+
+void Communicator::advance(uint32_t phase) {
+  control(rank_).progress.store(op_base_ + phase);
+  ring();
+}
+
+bool Communicator::alive(int peer) const {
+  const Peer& p = peers_[static_cast<size_t>(peer)];
+  if (p.local || !options_.watch_pids) return true;
+  if (p.pidfd >= 0) {
+    pollfd poll_for{p.pidfd, POLLIN, 0};
+    return poll(&poll_for, 1, 0) <= 0;  // readable once the process has ended, also as a zombie
+  }
+  return kill(p.pid, 0) == 0 || errno != ESRCH;
+}
+
+std::string Communicator::describe(int peer) const {
+  const Control& c = control(peer);
+  const Record& record = c.record;
+  std::string text = "rank " + std::to_string(peer) + ": ";
+  const int64_t since = now_ns() - c.since_ns.load(std::memory_order_relaxed);
+  const int64_t step = c.step.load(std::memory_order_relaxed);
+  const bool in_op = c.in_op.load(std::memory_order_relaxed) != 0;
+  if (!alive(peer)) {
+    text += "dead";
+    text += in_op ? "; was in " : "; its last call was ";
+  } else {
+    text += in_op ? "in " : "outside for " + seconds(since) + ", after ";
+  }
+  if (record.header[1] == 0) {
+    text += "no call yet";
+  } else {
+    text += op_name(record.header[0]) + " (call " + std::to_string(record.header[1]) + ")";
+    const std::string label = label_of(record);
+    if (!label.empty()) text += " of layer '" + label + "'";
+  }
+  if (step >= 0) text += " at step " + std::to_string(step);
+  const int waits = c.waiting_for.load(std::memory_order_relaxed);
+  if (in_op && waits >= 0) text += ", waiting for rank " + std::to_string(waits) + " since " + seconds(since);
+  return text;
+}
+
+std::string Communicator::situation(int culprit) const {
+  const Record& own = control(rank_).record;
+  const std::string label = label_of(own);
+  const int64_t step = control(rank_).step.load(std::memory_order_relaxed);
+  std::string text = "rank " + std::to_string(rank_) + " in " + op_name(own.header[0]) + " (call " +
+                     std::to_string(own.header[1]) + ")" + (label.empty() ? "" : " of layer '" + label + "'") +
+                     (step >= 0 ? " at step " + std::to_string(step) : "") + " waited for rank " +
+                     std::to_string(culprit);
+  return text;
+}
+
+void Communicator::give_up(Broken why, int culprit, const std::string& text) {
+  std::string report = text + "\nWhat every rank was doing:";
+  for (int p = 0; p < world_; ++p) report += "\n  " + describe(p);
+  Control& own = control(rank_);
+  own.culprit.store(culprit);
+  own.broken.store(static_cast<uint32_t>(why));
+  ring();
+  failure_ = report;
+  failure_kind_ = why;
+  throw_failure();
+}
+
+void Communicator::throw_failure() const {
+  if (failure_kind_ == Broken::died) throw PeerDied(failure_);
+  if (failure_kind_ == Broken::timeout) throw PeerTimeout(failure_);
+  throw PeerError(failure_);
+}
+
+void Communicator::look_after(int waiting_for, int64_t deadline, int64_t started) {
+  for (int p = 0; p < world_; ++p) {
+    if (p == rank_) continue;
+    const uint32_t broken = control(p).broken.load();
+    if (broken) {
+      const int culprit = control(p).culprit.load();
+      const char* const whys[] = {"", " is dead", " did not arrive in time", " left the operation after an error"};
+      give_up(static_cast<Broken>(broken), culprit,
+              situation(waiting_for) + ", but rank " + std::to_string(p) + " has given up: rank " +
+                  std::to_string(culprit) + whys[broken & 3]);
+    }
+  }
+  for (int p = 0; p < world_; ++p) {
+    if (p != rank_ && !alive(p)) {
+      give_up(Broken::died, p, situation(waiting_for) + ": rank " + std::to_string(p) + " (pid " +
+                                   std::to_string(control(p).pid) + ") is dead");
+    }
+  }
+  const int64_t now = now_ns();
+  if (now >= deadline) {
+    give_up(Broken::timeout, waiting_for,
+            situation(waiting_for) + " for " + seconds(now - started) + ": it lives (pid " +
+                std::to_string(control(waiting_for).pid) + ") but did not arrive in time");
+  }
+}
+
+void Communicator::check_peers() {
+  if (!failure_.empty()) throw_failure();
+}
+
+void Communicator::wait_all(uint32_t phase) {
+  Control& own = control(rank_);
+  const uint32_t target = op_base_ + phase;
+  const int64_t started = now_ns();
+  const int64_t deadline = started + static_cast<int64_t>(options_.timeout_s * 1e9);
+  const int64_t spin_until = started + static_cast<int64_t>(options_.spin_us * 1e3);
+  int64_t next_look = started + kLookAround;
+  for (int i = 1; i < world_; ++i) {
+    const int p = (rank_ + i) % world_;
+    const std::atomic<uint32_t>& progress = control(p).progress;
+    bool slept = false;
+    while (!reached(progress.load(std::memory_order_acquire), target)) {
+      if (now_ns() < spin_until) {
+        for (int k = 0; k < 16; ++k) cpu_relax();
+        continue;
+      }
+      if (!slept) {
+        own.waiting_for.store(p, std::memory_order_relaxed);
+        own.since_ns.store(now_ns(), std::memory_order_relaxed);
+        slept = true;
+      }
+      own.sleeping.store(1);
+      const uint32_t seen = own.doorbell.load();
+      bool broken = false;
+      for (int q = 0; q < world_; ++q) broken = broken || (q != rank_ && control(q).broken.load() != 0);
+      if (!broken && !reached(progress.load(), target)) futex_wait(own.doorbell, seen, kLookAround);
+      own.sleeping.store(0);
+      const int64_t now = now_ns();
+      if ((broken || now >= next_look || now >= deadline) && !reached(progress.load(), target)) {
+        look_after(p, deadline, started);
+        next_look = now + kLookAround;
+      }
+    }
+  }
+  own.waiting_for.store(-1, std::memory_order_relaxed);
+}
+
+std::string pack_header(const Op& op) {
+  int64_t words[kHeaderWords] = {};
+  std::copy(op.compared, op.compared + kComparedWords, words);
+  words[kFaultWord] = op.fault;
+  const std::string& text = op.fault ? op.fault_text : op.label;
+  std::memcpy(words + kTextWord, text.data(), std::min(text.size(), sizeof(int64_t) * (kHeaderWords - kTextWord)));
+  return std::string(reinterpret_cast<const char*>(words), sizeof words);
+}
+
+void Communicator::begin(const Op& op) {
+  check_peers();
+  Control& own = control(rank_);
+  Record& mine = own.record;
+  in_op_ = true;
+  std::memcpy(mine.header, pack_header(op).data(), sizeof mine.header);
+  own.since_ns.store(now_ns(), std::memory_order_relaxed);
+  own.in_op.store(1, std::memory_order_relaxed);
+  advance(kArrived);
+  wait_all(kArrived);
+
+  bool agree = true;
+  for (int p = 0; p < world_ && agree; ++p) {
+    const Record& other = record(p);
+    agree = other.header[kFaultWord] == 0 &&
+            std::memcmp(other.header, mine.header, sizeof(int64_t) * kComparedWords) == 0;
+  }
+  if (agree) return;
+  std::vector<std::string> headers;
+  for (int p = 0; p < world_; ++p) {
+    headers.emplace_back(reinterpret_cast<const char*>(record(p).header), sizeof(Record::header));
+  }
+  finish();
+  throw HandshakeFailed(std::move(headers));
+}
+
+void Communicator::publish_ready() { advance(kReady); }
+
+void Communicator::wait_ready() { wait_all(kReady); }
+
+void Communicator::finish() {
+  advance(kDone);
+  wait_all(kDone);
+  op_base_ += kPerOp;
+  in_op_ = false;
+  Control& own = control(rank_);
+  own.in_op.store(0, std::memory_order_relaxed);
+  own.since_ns.store(now_ns(), std::memory_order_relaxed);
+}
+
+void Communicator::abandon() {
+  if (!in_op_) return;
+  in_op_ = false;
+  if (!failure_.empty()) return;  // the peers know already
+  failure_ = "rank " + std::to_string(rank_) + " left an operation in the middle after an error; the group is unusable";
+  failure_kind_ = Broken::gave_up;
+  Control& own = control(rank_);
+  own.culprit.store(rank_);
+  own.broken.store(static_cast<uint32_t>(Broken::gave_up));
+  ring();
+}
+
+}  // namespace moe_comm

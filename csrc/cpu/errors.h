@@ -1,0 +1,29 @@
+// Exceptions of the native core; bindings.cpp turns each into the Python class of the same name.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace moe_comm {
+
+struct HeapError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+struct PeerError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+struct PeerDied : PeerError {
+  using PeerError::PeerError;
+};
+struct PeerTimeout : PeerError {
+  using PeerError::PeerError;
+};
+
+// Ranks disagree, or one of them reports bad input. Python compares the headers and says which.
+struct HandshakeFailed : std::runtime_error {
+  explicit HandshakeFailed(std::vector<std::string> all) : std::runtime_error("handshake"), headers(std::move(all)) {}
+  std::vector<std::string> headers;
+};
+
+}  // namespace moe_comm

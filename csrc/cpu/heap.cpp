@@ -1,0 +1,237 @@
+#include "heap.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+
+#include "errors.h"
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
+namespace moe_comm {
+
+namespace {
+
+int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+
+std::string reason(const std::string& what, int code) { return what + ": " + std::strerror(code); }
+
+}  // namespace
+
+Mapping::Mapping(int fd, int64_t reserve) : fd_(fd), reserve_(round_up(reserve, kGrowStep)) {
+  // One step more than needed, so that the base can stand on a huge-page boundary.
+  const size_t bytes = static_cast<size_t>(reserve_ + kGrowStep);
+  void* raw = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (raw == MAP_FAILED) {
+    const int code = errno;
+    if (fd_ >= 0) close(fd_);
+    throw HeapError(reason("cannot reserve " + std::to_string(reserve_) + " bytes of addresses", code));
+  }
+  char* start = static_cast<char*>(raw);
+  base_ = reinterpret_cast<char*>(round_up(reinterpret_cast<int64_t>(start), kGrowStep));
+  if (base_ > start) munmap(start, static_cast<size_t>(base_ - start));
+  char* end = start + bytes;
+  char* used_end = base_ + reserve_;
+  if (end > used_end) munmap(used_end, static_cast<size_t>(end - used_end));
+}
+
+Mapping::~Mapping() {
+  munmap(base_, static_cast<size_t>(reserve_));
+  if (fd_ >= 0) close(fd_);
+}
+
+bool Mapping::extend(int64_t bytes, bool populate) {
+  bytes = round_up(bytes, kGrowStep);
+  const int64_t old = mapped();
+  if (bytes <= old) return true;
+  if (bytes > reserve_) return false;
+  const size_t more = static_cast<size_t>(bytes - old);
+  const int flags = MAP_FIXED | (fd_ >= 0 ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS);
+  char* at = base_ + old;
+  if (mmap(at, more, PROT_READ | PROT_WRITE, flags, fd_, fd_ >= 0 ? old : 0) == MAP_FAILED) return false;
+  madvise(at, more, MADV_HUGEPAGE);
+  // Page faults cost more than the copies that follow, so take them now. Where the kernel lacks this call, the
+  // pages come one by one; posix_fallocate has reserved them.
+  if (populate && madvise(at, more, MADV_POPULATE_WRITE) != 0 && errno != EINVAL) {
+    shrink(old);
+    return false;
+  }
+  mapped_.store(bytes, std::memory_order_release);
+  return true;
+}
+
+void Mapping::shrink(int64_t bytes) {
+  // Turns everything past `bytes` back into reserved addresses.
+  mmap(base_ + bytes, static_cast<size_t>(reserve_ - bytes), PROT_NONE,
+       MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  mapped_.store(std::min(mapped(), bytes), std::memory_order_release);
+}
+
+Heap::Heap(const std::string& name, int64_t control_bytes, int64_t initial_bytes, int64_t reserve_bytes)
+    : name_(name), owner_(getpid()) {
+  int fd = -1;
+  if (!name_.empty()) {
+    fd = shm_open(name_.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
+    if (fd < 0) throw HeapError(reason("cannot create shared memory " + name_, errno));
+    linked_ = true;
+    flock(fd, LOCK_SH | LOCK_NB);  // tells the sweep, from any pid namespace, that somebody lives here
+  }
+  const int64_t control = round_up(control_bytes, kBlockAlign);
+  try {
+    map_ = std::make_unique<Mapping>(fd, reserve_bytes);
+    grow(std::max(control, initial_bytes));
+  } catch (...) {
+    unlink();
+    throw;
+  }
+  if (control) {
+    // The first free block starts behind the control region.
+    const int64_t bytes = free_.at(0);
+    free_.clear();
+    free_size_.clear();
+    std::memset(base(), 0, static_cast<size_t>(control));
+    if (bytes > control) insert_free(control, bytes - control);
+  }
+}
+
+Heap::~Heap() {
+  if (getpid() == owner_) unlink();  // a forked child must not remove what its parent still offers
+}
+
+void Heap::unlink() {
+  if (linked_) shm_unlink(name_.c_str());
+  linked_ = false;
+}
+
+void Heap::insert_free(int64_t offset, int64_t bytes) {
+  auto next = free_.lower_bound(offset);
+  if (next != free_.end() && offset + bytes == next->first) {
+    bytes += next->second;
+    free_size_.erase({next->second, next->first});
+    next = free_.erase(next);
+  }
+  if (next != free_.begin()) {
+    auto previous = std::prev(next);
+    if (previous->first + previous->second == offset) {
+      offset = previous->first;
+      bytes += previous->second;
+      free_size_.erase({previous->second, previous->first});
+      free_.erase(previous);
+    }
+  }
+  free_[offset] = bytes;
+  free_size_.insert({bytes, offset});
+}
+
+void Heap::grow(int64_t bytes) {
+  const int64_t old = map_->mapped();
+  const int64_t target = round_up(old + bytes, kGrowStep);
+  const std::string wanted = "cannot grow " + (name_.empty() ? std::string("the heap") : "shared memory " + name_) +
+                             " from " + std::to_string(old) + " to " + std::to_string(target) + " bytes";
+  if (target > map_->reserve()) {
+    throw HeapError(wanted + ": it may hold at most " + std::to_string(map_->reserve()) + " (the reserved addresses)");
+  }
+  const int fd = map_->fd();
+  if (fd >= 0 && ftruncate(fd, target) != 0) throw HeapError(reason(wanted, errno));
+  // Touch through the mapping first, which can take huge pages; then fallocate, which makes a full /dev/shm an
+  // error here rather than a SIGBUS later.
+  bool done = map_->extend(target, /*populate=*/true);
+  int code = done ? 0 : ENOMEM;
+  if (done && fd >= 0) {
+    do {
+      code = posix_fallocate(fd, old, target - old);
+    } while (code == EINTR);
+    done = code == 0;
+  }
+  if (!done) {
+    map_->shrink(old);
+    if (fd >= 0 && ftruncate(fd, old) != 0) code = errno;
+    throw HeapError(reason(wanted, code) + (fd >= 0 ? ". /dev/shm is full: free it, remount it larger "
+                                                      "(mount -o remount,size=...), or send fewer tokens at once"
+                                                    : ""));
+  }
+  insert_free(old, target - old);
+}
+
+int64_t Heap::alloc(int64_t bytes) {
+  if (bytes < 0) throw HeapError("negative block size " + std::to_string(bytes));
+  bytes = std::max(round_up(bytes, kBlockAlign), kBlockAlign);
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto fit = free_size_.lower_bound({bytes, 0});
+  if (fit == free_size_.end()) {
+    grow(bytes);
+    fit = free_size_.lower_bound({bytes, 0});
+  }
+  const auto [size, offset] = *fit;
+  free_size_.erase(fit);
+  free_.erase(offset);
+  if (size > bytes) insert_free(offset + bytes, size - bytes);
+  live_[offset] = bytes;
+  used_ += bytes;
+  peak_ = std::max(peak_, used_);
+  return offset;
+}
+
+void Heap::free(int64_t offset) {
+  if (getpid() != owner_) return;
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto it = live_.find(offset);
+  if (it == live_.end()) return;
+  const int64_t bytes = it->second;
+  live_.erase(it);
+  used_ -= bytes;
+  insert_free(offset, bytes);
+}
+
+bool Heap::owns(const void* p, int64_t bytes) const {
+  const char* at = static_cast<const char*>(p);
+  return at >= base() && at + bytes <= base() + size();
+}
+
+int64_t Heap::used() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return used_;
+}
+
+int64_t Heap::peak() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return peak_;
+}
+
+int64_t Heap::blocks() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return static_cast<int64_t>(live_.size());
+}
+
+int sweep_stale(const std::string& prefix) {
+  DIR* dir = opendir("/dev/shm");
+  if (dir == nullptr) return 0;
+  int removed = 0;
+  while (const dirent* entry = readdir(dir)) {
+    const std::string file = entry->d_name;
+    if (file.rfind(prefix + ".", 0) != 0) continue;
+    const long pid = std::strtol(file.c_str() + prefix.size() + 1, nullptr, 10);
+    if (pid <= 0 || kill(static_cast<pid_t>(pid), 0) == 0 || errno != ESRCH) continue;
+    // The pid may live in another pid namespace; whoever has the segment open also holds a lock on it.
+    const int fd = shm_open(("/" + file).c_str(), O_RDWR | O_CLOEXEC, 0);
+    if (fd < 0) continue;
+    if (flock(fd, LOCK_EX | LOCK_NB) == 0 && shm_unlink(("/" + file).c_str()) == 0) ++removed;
+    close(fd);
+  }
+  closedir(dir);
+  return removed;
+}
+
+}  // namespace moe_comm

@@ -1,0 +1,100 @@
+#include "pool.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace moe_comm {
+
+namespace {
+
+class Pool {
+ public:
+  void run(int parts, const std::function<void(int)>& part) {
+    std::lock_guard<std::mutex> one_at_a_time(run_mutex_);
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (static_cast<int>(threads_.size()) < parts - 1) {
+      const int index = static_cast<int>(threads_.size()) + 1;
+      threads_.emplace_back([this, index] { work(index); });
+    }
+    part_ = &part;
+    parts_ = parts;
+    left_ = parts - 1;
+    ++round_;
+    lock.unlock();
+    wake_.notify_all();
+    part(0);
+    lock.lock();
+    done_.wait(lock, [this] { return left_ == 0; });
+    part_ = nullptr;
+  }
+
+  ~Pool() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      stop_ = true;
+    }
+    wake_.notify_all();
+    for (std::thread& t : threads_) t.join();
+  }
+
+ private:
+  void work(int index) {
+    uint64_t seen = 0;
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      wake_.wait(lock, [&] { return stop_ || round_ != seen; });
+      if (stop_) return;
+      seen = round_;
+      if (index >= parts_) continue;
+      const std::function<void(int)>* part = part_;
+      lock.unlock();
+      (*part)(index);
+      lock.lock();
+      if (--left_ == 0) done_.notify_one();
+    }
+  }
+
+  std::mutex run_mutex_, mutex_;
+  std::condition_variable wake_, done_;
+  std::vector<std::thread> threads_;
+  const std::function<void(int)>* part_ = nullptr;
+  int parts_ = 0, left_ = 0;
+  uint64_t round_ = 0;
+  bool stop_ = false;
+};
+
+// Made on first use, and anew in a forked child, which inherits no threads. Never destroyed: a thread may still
+// be in it while the process ends.
+Pool& pool() {
+  static std::mutex mutex;
+  static Pool* instance = nullptr;
+  static pid_t owner = 0;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (instance == nullptr || owner != getpid()) {
+    instance = new Pool();
+    owner = getpid();
+  }
+  return *instance;
+}
+
+}  // namespace
+
+void parallel_for(int64_t count, int64_t grain, int threads, const std::function<void(int64_t, int64_t)>& body) {
+  const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(threads, count / std::max<int64_t>(grain, 1)));
+  if (parts == 1) {
+    if (count > 0) body(0, count);
+    return;
+  }
+  pool().run(static_cast<int>(parts), [&](int part) {
+    const int64_t first = count * part / parts, last = count * (part + 1) / parts;
+    if (first < last) body(first, last);
+  });
+}
+
+}  // namespace moe_comm

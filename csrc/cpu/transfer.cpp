@@ -1,0 +1,279 @@
+#include "transfer.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+#include "../layout.h"
+#include "errors.h"
+#include "kernels.h"
+#include "pool.h"
+
+namespace moe_comm {
+
+namespace {
+
+constexpr int64_t kBlockFailed = -2;
+constexpr int64_t kRoutingFault = 2;                // 1 + index in header.FAULTS: RoutingError
+constexpr int64_t kHeapFault = 4;                   // HeapError
+constexpr int64_t kStreamBytes = int64_t{2} << 20;  // results beyond this leave the cache anyway
+constexpr int64_t kGrainBytes = int64_t{256} << 10;  // less than this is not worth another thread
+
+int64_t grain(const Layout& layout) {
+  return std::max<int64_t>(1, kGrainBytes / std::max<int64_t>(1, layout.top_k * layout.hidden * dtype_bytes(layout.dtype)));
+}
+
+// One operation on the communicator (or on none). Left by an exception in the middle, it tells the peers, who would
+// otherwise wait for this rank until their deadline.
+class OpScope {
+ public:
+  explicit OpScope(Communicator* communicator) : communicator_(communicator) {
+    if (!communicator_) return;
+    lock_ = communicator_->lock();
+    communicator_->check_peers();
+  }
+  ~OpScope() {
+    if (communicator_) communicator_->abandon();
+  }
+  OpScope(const OpScope&) = delete;
+  OpScope& operator=(const OpScope&) = delete;
+  void finish() {
+    if (communicator_) communicator_->finish();
+  }
+
+ private:
+  Communicator* communicator_;
+  std::unique_lock<std::mutex> lock_;
+};
+
+TokenLoop token_loop(const Layout& layout, const std::vector<char*>& base, int64_t result_bytes) {
+  return {layout.place.data(), base.data(), layout.top_k, layout.hidden, layout.dtype, result_bytes > kStreamBytes};
+}
+
+}  // namespace
+
+Transfer::Transfer(std::shared_ptr<Communicator> communicator, std::shared_ptr<Heap> heap,
+                   std::vector<int64_t> expert_offsets, int threads)
+    : communicator_(std::move(communicator)),
+      heap_(std::move(heap)),
+      expert_offsets_(std::move(expert_offsets)),
+      threads_(threads) {
+  for (int r = 0; r < world(); ++r) {
+    for (int64_t e = expert_offsets_[static_cast<size_t>(r)]; e < expert_offsets_[static_cast<size_t>(r) + 1]; ++e) {
+      owner_.push_back(r);
+    }
+  }
+}
+
+std::string Transfer::routing_fault(const int64_t* ids, const Shape& shape) const {
+  const int64_t experts = static_cast<int64_t>(owner_.size());
+  int64_t bad = 0, first = -1;
+  for (int64_t i = 0; i < shape.tokens * shape.top_k; ++i) {
+    if (ids[i] >= kDropped && ids[i] < experts) continue;
+    if (first < 0) first = i;
+    ++bad;
+  }
+  if (ids[first] == -2) {
+    return "router logits of token " + std::to_string(first / shape.top_k) + " are NaN or all -Inf";
+  }
+  return "expert id " + std::to_string(ids[first]) + " of token " + std::to_string(first / shape.top_k) + ", slot " +
+         std::to_string(first % shape.top_k) + " is outside 0.." + std::to_string(experts - 1) +
+         " (-1 drops a slot); " + std::to_string(bad) + " bad ids";
+}
+
+Sent Transfer::send(Op op, Rows x, const int64_t* ids, Shape shape) {
+  const int64_t experts = static_cast<int64_t>(owner_.size());
+  const int64_t slots = shape.tokens * shape.top_k;
+  const size_t world_size = static_cast<size_t>(world()), my_rank = static_cast<size_t>(rank());
+
+  OpScope scope(communicator_.get());
+  Record local{};
+  Record& mine = communicator_ ? communicator_->record() : local;
+
+  // Count this rank's slots per expert where the peers can read it.
+  std::vector<int64_t> scratch = {heap_->alloc(experts * 8)};
+  mine.counts_offset = scratch[0];
+  mine.block_offset = kBlockFailed;
+  int64_t* counts = reinterpret_cast<int64_t*>(heap_->base() + scratch[0]);
+  std::memset(counts, 0, static_cast<size_t>(experts) * 8);
+  auto layout = std::make_shared<Layout>();
+  layout->tokens = shape.tokens;
+  layout->top_k = shape.top_k;
+  layout->hidden = shape.hidden;
+  layout->dtype = shape.dtype;
+  bool valid = true;
+  for (int64_t i = 0; i < slots && !op.fault; ++i) {
+    if (ids[i] >= 0 && ids[i] < experts) {
+      ++counts[ids[i]];
+    } else if (ids[i] == kDropped) {
+      ++layout->dropped;
+    } else {
+      valid = false;
+    }
+  }
+  if (!valid) {
+    op.fault = kRoutingFault;
+    op.fault_text = routing_fault(ids, shape);
+  }
+  begin(op, scratch);
+  std::vector<const int64_t*> all_counts(world_size);
+  for (int p = 0; p < world(); ++p) {
+    const int64_t offset = communicator_ ? communicator_->record(p).counts_offset : scratch[0];
+    all_counts[static_cast<size_t>(p)] = reinterpret_cast<const int64_t*>(address(p, offset, experts * 8));
+  }
+  const auto rows_of = [&](int64_t e) {
+    int64_t rows = 0;
+    for (const int64_t* from : all_counts) rows += from[e];
+    return rows;
+  };
+
+  // This rank's block; peers may write there while this rank still computes places.
+  for (int64_t e = expert_offsets_[my_rank]; e < expert_offsets_[my_rank + 1]; ++e) {
+    layout->rows_per_expert.push_back(rows_of(e));
+    layout->rows += layout->rows_per_expert.back();
+  }
+  const int64_t row_bytes = shape.hidden * dtype_bytes(shape.dtype);
+  std::string heap_error;
+  try {
+    mine.block_offset = heap_->alloc(layout->rows * row_bytes);
+  } catch (const HeapError& error) {
+    heap_error = error.what();
+  }
+  if (communicator_) communicator_->publish_ready();
+
+  std::vector<int64_t> next_row(static_cast<size_t>(experts));
+  first_rows(
+      expert_offsets_.data(), world(), rank(),
+      [&](int s, int64_t e) { return all_counts[static_cast<size_t>(s)][e]; }, next_row.data());
+  layout->place.resize(static_cast<size_t>(slots));
+  for (int64_t i = 0; i < slots; ++i) {
+    const size_t e = static_cast<size_t>(ids[i]);
+    layout->place[static_cast<size_t>(i)] = ids[i] < 0 ? kDropped : pack_place(owner_[e], next_row[e]++);
+  }
+
+  if (communicator_) communicator_->wait_ready();
+  std::vector<char*> base(world_size, nullptr);
+  int failed = -1;
+  for (int p = 0; p < world(); ++p) {
+    const int64_t block = communicator_ ? communicator_->record(p).block_offset : mine.block_offset;
+    if (block == kBlockFailed) {
+      failed = p;
+      continue;
+    }
+    const size_t owner = static_cast<size_t>(p);
+    int64_t rows = 0;
+    for (int64_t e = expert_offsets_[owner]; e < expert_offsets_[owner + 1]; ++e) rows += rows_of(e);
+    base[owner] = address(p, block, rows * row_bytes);
+  }
+  const int64_t block = mine.block_offset;
+  if (failed < 0) {
+    const TokenLoop loop = token_loop(*layout, base, slots * row_bytes);
+    parallel_for(shape.tokens, grain(*layout), threads_,
+                 [&](int64_t first, int64_t last) { kernels().scatter(loop, first, last, x.data, x.stride); });
+  }
+  scope.finish();
+  heap_->free(scratch[0]);
+  if (failed >= 0) {
+    if (block != kBlockFailed) heap_->free(block);
+    throw HeapError(!heap_error.empty() ? heap_error
+                                        : "rank " + std::to_string(failed) +
+                                              " has no room for its rows in shared memory; nothing was sent");
+  }
+  return {std::move(layout), block};
+}
+
+int64_t Transfer::place_rows(const Layout& layout, Rows rows, std::vector<int64_t>& scratch) {
+  const int64_t row_bytes = layout.hidden * dtype_bytes(layout.dtype);
+  const int64_t bytes = layout.rows * row_bytes;
+  if (layout.rows == 0) return 0;
+  if (rows.stride == row_bytes && heap_->owns(rows.data, bytes)) return rows.data - heap_->base();
+  const int64_t offset = heap_->alloc(bytes);
+  scratch.push_back(offset);
+  char* copy = heap_->base() + offset;
+  parallel_for(layout.rows, std::max<int64_t>(1, kGrainBytes / std::max<int64_t>(1, row_bytes)), threads_,
+               [&](int64_t first, int64_t last) {
+                 for (int64_t r = first; r < last; ++r) {
+                   std::memcpy(copy + r * row_bytes, rows.data + r * rows.stride, static_cast<size_t>(row_bytes));
+                 }
+               });
+  return offset;
+}
+
+void Transfer::begin(const Op& op, const std::vector<int64_t>& scratch) {
+  try {
+    if (communicator_) {
+      communicator_->begin(op);
+    } else if (op.fault) {
+      throw HandshakeFailed({pack_header(op)});
+    }
+  } catch (const HandshakeFailed&) {
+    for (int64_t block : scratch) heap_->free(block);
+    throw;
+  }
+}
+
+char* Transfer::address(int peer, int64_t offset, int64_t bytes) const {
+  return communicator_ ? communicator_->address(peer, offset, bytes) : heap_->base() + offset;
+}
+
+void Transfer::sum(Op op, const Layout& layout, Rows rows, const float* weights, char* y) {
+  const int64_t row_bytes = layout.hidden * dtype_bytes(layout.dtype);
+  std::vector<int64_t> scratch;
+  Record local{};
+  OpScope scope(communicator_.get());
+  Record& mine = communicator_ ? communicator_->record() : local;
+  mine.rows_bytes = layout.rows * row_bytes;
+  try {
+    mine.rows_offset = place_rows(layout, rows, scratch);
+  } catch (const HeapError& error) {
+    op.fault = kHeapFault;
+    op.fault_text = error.what();
+  }
+  begin(op, scratch);
+  std::vector<char*> base(static_cast<size_t>(world()), nullptr);
+  for (int p = 0; p < world(); ++p) {
+    const Record& other = communicator_ ? communicator_->record(p) : local;
+    base[static_cast<size_t>(p)] = address(p, other.rows_offset, other.rows_bytes);
+  }
+  const TokenLoop loop = token_loop(layout, base, layout.tokens * row_bytes);
+  parallel_for(layout.tokens, grain(layout), threads_,
+               [&](int64_t first, int64_t last) { kernels().sum(loop, first, last, y, row_bytes, weights); });
+  scope.finish();
+  for (int64_t block : scratch) heap_->free(block);
+}
+
+int64_t Transfer::spread(Op op, const Layout& layout, Rows g, Rows rows, const float* weights, bool weight_grads,
+                         float* grad_weights) {
+  const int64_t row_bytes = layout.hidden * dtype_bytes(layout.dtype);
+  std::vector<int64_t> scratch;
+  Record local{};
+  OpScope scope(communicator_.get());
+  Record& mine = communicator_ ? communicator_->record() : local;
+  mine.rows_bytes = layout.rows * row_bytes;
+  mine.rows_offset = 0;
+  try {
+    scratch.push_back(heap_->alloc(mine.rows_bytes));
+    mine.block_offset = scratch[0];
+    if (weight_grads) mine.rows_offset = place_rows(layout, rows, scratch);
+  } catch (const HeapError& error) {
+    op.fault = kHeapFault;
+    op.fault_text = error.what();
+  }
+  begin(op, scratch);
+  std::vector<char*> base(static_cast<size_t>(world()), nullptr), grad_base(base);
+  for (int p = 0; p < world(); ++p) {
+    const Record& other = communicator_ ? communicator_->record(p) : local;
+    if (weight_grads) base[static_cast<size_t>(p)] = address(p, other.rows_offset, other.rows_bytes);
+    grad_base[static_cast<size_t>(p)] = address(p, other.block_offset, other.rows_bytes);
+  }
+  const TokenLoop loop = token_loop(layout, base, layout.tokens * layout.top_k * row_bytes);
+  parallel_for(layout.tokens, grain(layout), threads_, [&](int64_t first, int64_t last) {
+    kernels().spread(loop, first, last, g.data, g.stride, weights, grad_base.data(),
+                     weight_grads ? grad_weights : nullptr);
+  });
+  scope.finish();
+  for (size_t i = 1; i < scratch.size(); ++i) heap_->free(scratch[i]);
+  return scratch[0];
+}
+
+}  // namespace moe_comm

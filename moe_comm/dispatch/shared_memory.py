@@ -1,0 +1,65 @@
+"""``shared_memory``: CPU ranks of one host move rows straight into each other's heaps.
+
+Each row is gathered once from the caller's tensor to its final place at the owner of its expert; combine reads the
+owners' output rows where they lie. The protocol is in csrc/cpu/communicator.h, the copying in csrc/cpu/transfer.h.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_comm.dispatch.base import Dispatcher, DispatchOptions, Layout
+from moe_comm.dispatch.header import Header
+from moe_comm.dispatch.native import NativeRows, supported
+from moe_comm.errors import InputError, MoeCommError, RoutingError
+from moe_comm.runtime.shared import SharedGroup, SharedOptions
+from moe_comm.topology import ExpertPlacement
+
+
+class SharedMemoryDispatcher(Dispatcher):
+    """CPU ranks on one host; zero-copy. Construction is collective over ``group``."""
+
+    name = "shared_memory"
+
+    def __init__(
+        self,
+        placement: ExpertPlacement,
+        group: ProcessGroup,
+        rank: int,
+        options: DispatchOptions | None = None,
+        shared: SharedOptions | None = None,
+    ) -> None:
+        super().__init__(placement, group, rank, options)
+        self.shared = SharedGroup.of(group, shared or SharedOptions(timeout_s=self.options.timeout_s))
+        self._rows = NativeRows(self.shared.communicator, self.shared.heap, placement.offsets, rank)
+
+    def set_step(self, step: int) -> None:
+        """Tell the training step, for the reports that errors carry."""
+        self.shared.communicator.set_step(step)
+
+    def empty_rows(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A block of this rank's heap, which peers read in place."""
+        return self._rows.empty_rows(num_rows, width, dtype)
+
+    def _fault(self, x_TD: Tensor, ids_TK: Tensor) -> MoeCommError | None:
+        if not supported(x_TD):
+            return InputError(
+                f"shared_memory moves float32, bfloat16 and float16 rows in CPU memory; got {x_TD.dtype} on {x_TD.device}"
+            )
+        return super()._fault(x_TD, ids_TK)
+
+    def _routing_fault(self, ids_TK: Tensor) -> RoutingError | None:
+        return None  # found while counting
+
+    def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, Layout]:
+        return self._rows.send(x_TD, ids_TK, header)
+
+    def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, layout: Layout, header: Header) -> Tensor:
+        return self._rows.sum(rows_RD, weights_TK, layout, header)
+
+    def _spread(
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, layout: Layout, header: Header
+    ) -> tuple[Tensor, Tensor | None]:
+        return self._rows.spread(grad_TD, rows_RD, weights_TK, layout, header)

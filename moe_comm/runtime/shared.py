@@ -1,0 +1,172 @@
+"""Ranks of one host that share memory: one growing heap a rank, mapped by all, and waiting with deadlines.
+
+    rank 0  [control | blocks ...]  ◀──────┐ every rank maps every heap
+    rank 1  [control | blocks ...]  ◀──────┤ the name is removed as soon as all have: a SIGKILL leaks nothing
+    rank 2  [control | blocks ...]  ◀──────┘
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import socket
+import weakref
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_comm.errors import ConfigError, HeapError, MissingDependency
+
+if TYPE_CHECKING:
+    from moe_comm import _C
+
+SEGMENT_PREFIX = "moe_comm"
+NAME_BYTES = 96
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def native() -> _C:
+    """The native core.
+
+    Raises:
+        MissingDependency: it was not built.
+    """
+    try:
+        from moe_comm import _C
+    except ImportError as error:
+        raise MissingDependency(f"the native core moe_comm._C is not built ({error}); run `pip install -e .`") from error
+    return _C
+
+
+def cores() -> int:
+    """Processor cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True)
+class SharedOptions:
+    """timeout_s: seconds until ``PeerTimeout``. spin_us: microseconds to spin before sleeping; None spins only where
+    every rank has a core. initial_bytes: room each heap starts with. reserve_bytes: address range each heap may grow
+    into. first_progress: where the wrapping counters start (tests)."""
+
+    timeout_s: float = 300.0
+    spin_us: float | None = None
+    initial_bytes: int = 4 << 20
+    reserve_bytes: int = 1 << 38
+    first_progress: int = 0
+
+
+@lru_cache(maxsize=1)
+def private_heap() -> _C.Heap:
+    """This process's heap of private memory, for dispatch without peers. Pages stay mapped and warm: faulting in
+    fresh ones costs more than the copies into them."""
+    return native().Heap("")
+
+
+def block(heap: _C.Heap, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Uninitialised [rows, width] tensor in ``heap``; its memory goes back when the tensor dies, on any thread."""
+    if rows == 0 or width == 0:
+        return torch.empty(rows, width, dtype=dtype)
+    return torch.from_dlpack(heap.tensor(rows, width, DTYPE_CODES[dtype]))
+
+
+def host_key() -> str:
+    """Equal for two processes exactly when they see the same /dev/shm on the same kernel and name pids alike."""
+    parts = [socket.gethostname()]
+    try:
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(str(os.stat("/dev/shm").st_dev))
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    except OSError as error:
+        parts.append(f"unknown: {error.errno}")
+    return hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]
+
+
+class SharedGroup:
+    """The heaps of all ranks of a process group on one host. Made once per group and shared by its dispatchers."""
+
+    _made: weakref.WeakKeyDictionary[ProcessGroup, SharedGroup] = weakref.WeakKeyDictionary()
+
+    def __init__(self, group: ProcessGroup, options: SharedOptions) -> None:
+        core = native()
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        core.sweep_stale(SEGMENT_PREFIX)
+        name = f"/{SEGMENT_PREFIX}.{os.getpid()}.{secrets.token_hex(8)}"
+        # A rank that fails must not leave the others waiting in a collective: it says so in the next one.
+        problem: Exception | None = None
+        try:
+            self.heap = core.Heap(name, core.Communicator.control_bytes(), options.initial_bytes, options.reserve_bytes)
+        except HeapError as error:
+            problem = error
+        keys = _gather_text(f"{host_key()} {name if problem is None else ''}", group)
+        try:
+            if len({key.split(" ")[0] for key in keys}) > 1:
+                raise ConfigError(
+                    "shared_memory needs all ranks of the group on one host with one /dev/shm; use all_to_all between hosts"
+                )
+            names = [key.split(" ")[1] for key in keys]
+            if problem is None and not all(names):
+                raise HeapError(f"rank {names.index('')} could not create its shared memory")
+            if problem is None:
+                spin = options.spin_us if options.spin_us is not None else (50.0 if cores() >= self.world else 0.0)
+                self.communicator = core.Communicator(
+                    self.heap, self.rank, self.world, options.timeout_s, spin, options.first_progress
+                )
+                # Control regions must stand before peers look at them.
+        except (HeapError, ConfigError) as error:
+            problem = problem or error
+        _agree(problem, group)
+        try:
+            self.communicator.attach(names)
+        except HeapError as error:
+            problem = error
+        failed = _gather_text("" if problem is None else "failed", group)
+        self.heap.unlink()
+        if problem is not None:
+            raise problem
+        if any(failed):
+            raise HeapError(f"rank {failed.index('failed')} could not attach the shared memory of its peers")
+
+    @classmethod
+    def of(cls, group: ProcessGroup, options: SharedOptions | None = None) -> SharedGroup:
+        """The shared group of ``group``, made on first use. Collective then.
+
+        Raises:
+            ConfigError: the ranks are not on one host.
+            HeapError: shared memory is full or not accessible.
+        """
+        made = cls._made.get(group)
+        if made is None:
+            made = cls(group, options or SharedOptions())
+            cls._made[group] = made
+        elif options is not None:
+            made.communicator.set_timeout(options.timeout_s)
+        return made
+
+
+def _gather_text(text: str, group: ProcessGroup) -> list[str]:
+    """``text`` of every rank, by a collective of fixed size (no pickle)."""
+    raw = text.encode()
+    if len(raw) > NAME_BYTES:
+        raise ValueError(f"{text!r} is longer than {NAME_BYTES} bytes")
+    own = torch.zeros(NAME_BYTES, dtype=torch.uint8)
+    own[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else own[:0]
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, own, group=group)
+    return [bytes(t.tolist()).rstrip(b"\0").decode() for t in everyone]
+
+
+def _agree(problem: Exception | None, group: ProcessGroup) -> None:
+    """Raise on every rank if any has a problem."""
+    failed = _gather_text("" if problem is None else "failed", group)
+    if problem is not None:
+        raise problem
+    if any(failed):
+        raise HeapError(f"rank {failed.index('failed')} could not set up its shared memory")

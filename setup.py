@@ -1,0 +1,71 @@
+"""Build ``moe_comm._C`` with CMake; everything else about the package is in pyproject.toml.
+
+Environment: ``MOE_COMM_CUDA=auto|on|off`` (compile csrc/cuda with nvcc), ``CXX`` (the compiler), ``MOE_COMM_JOBS``
+(files compiled at once; by default one per core).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+
+
+def tool(name: str) -> str:
+    """Path of a build tool: from PATH (where build isolation puts it), or beside this Python."""
+    found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+    if found is None:
+        raise SystemExit(f"moe_comm: {name} is needed to build the native core; run: pip install {name}")
+    return found
+
+
+class CMakeBuild(build_ext):
+    """Configure once, then let ninja rebuild what changed; the module lands where setuptools expects it."""
+
+    def build_extension(self, ext: Extension) -> None:
+        import pybind11
+
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        configure = [
+            tool("cmake"),
+            "-G",
+            "Ninja",
+            "-S",
+            str(ROOT),
+            f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+            f"-DMOE_COMM_OUTPUT_DIR={target.parent}",
+            f"-DMOE_COMM_CUDA={os.environ.get('MOE_COMM_CUDA', 'auto')}",
+        ]
+        build = ROOT / "build" / f"native-{sysconfig.get_config_var('SOABI')}"
+        # A build folder remembers its tools, and those of an isolated build are gone afterwards: start afresh when
+        # anything about the configuration changed.
+        stamp, key = build / "configured", "\n".join([*configure, os.environ.get("CXX", "")])
+        if not stamp.exists() or stamp.read_text() != key:
+            shutil.rmtree(build, ignore_errors=True)
+            self._run([*configure, "-B", str(build)])
+            stamp.write_text(key)
+        jobs = os.environ.get("MOE_COMM_JOBS", str(len(os.sched_getaffinity(0))))
+        self._run([tool("cmake"), "--build", str(build), "--target", "_C", "-j", jobs])
+        if not target.exists():
+            raise SystemExit(f"moe_comm: the build ended without {target.name} in {target.parent}")
+
+    @staticmethod
+    def _run(command: list[str]) -> None:
+        try:
+            subprocess.run(command, check=True)
+        except subprocess.CalledProcessError as error:
+            raise SystemExit(f"moe_comm: building the native core failed ({error.returncode}); see above") from None
+
+
+setup(ext_modules=[Extension("moe_comm._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
