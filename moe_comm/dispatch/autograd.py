@@ -51,7 +51,10 @@ class _Combine(torch.autograd.Function):
 
 def dispatch(dispatcher: Dispatcher, x_TD: Tensor, ids_TK: Tensor, label: str) -> Dispatched:
     """Differentiable dispatch; see ``Dispatcher.dispatch``."""
-    out: list[Any] = [dispatcher.dispatch_header(x_TD, ids_TK, label)]
+    header = dispatcher.dispatch_header(x_TD, ids_TK, label)
+    if not header.requires_grad:
+        return Dispatched(*dispatcher._send(x_TD.detach(), ids_TK, header))
+    out: list[Any] = [header]
     rows_RD = _Dispatch.apply(x_TD, ids_TK, dispatcher, label, out)
     return Dispatched(rows_RD, out[0])
 
@@ -66,4 +69,7 @@ def combine(dispatcher: Dispatcher, rows_RD: Tensor, weights_TK: Tensor, layout:
     if tuple(weights_TK.shape) != (layout.num_tokens, layout.top_k):
         raise InputError(f"combine needs weights [{layout.num_tokens}, {layout.top_k}]; got {tuple(weights_TK.shape)}")
     grad = torch.is_grad_enabled() and (rows_RD.requires_grad or weights_TK.requires_grad)
+    if not grad:
+        wide_TK = weights_TK.detach().to(torch.promote_types(rows_RD.dtype, torch.float32))
+        return dispatcher._sum(rows_RD.detach(), wide_TK, layout, dispatcher.header("combine", layout, False))
     return _Combine.apply(rows_RD, weights_TK, dispatcher, layout, grad)  # type: ignore[no-any-return]

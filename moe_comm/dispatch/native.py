@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_comm.dispatch.base import Layout
 from moe_comm.dispatch.header import DTYPES, FAULTS, OPS, Header, check
 from moe_comm.errors import RoutingError
-from moe_comm.runtime.shared import DTYPE_CODES, block, native
+from moe_comm.runtime.shared import DTYPE_CODES, block, native, warm
 
 if TYPE_CHECKING:
     from moe_comm import _C
@@ -108,7 +108,7 @@ class NativeRows:
     def sum(self, rows_RD: Tensor, weights_TK: Tensor | None, layout: Layout, header: Header) -> Tensor:
         """Combine; see ``Dispatcher._sum``."""
         rows_RD = _dense(rows_RD)
-        y_TD = torch.empty(layout.num_tokens, layout.hidden, dtype=layout.dtype)
+        y_TD = warm(layout.num_tokens, layout.hidden, layout.dtype)
         weights_TK = None if weights_TK is None else weights_TK.contiguous()
         try:
             self._transfer.sum(

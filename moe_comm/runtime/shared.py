@@ -77,6 +77,17 @@ def block(heap: _C.Heap, rows: int, width: int, dtype: torch.dtype) -> Tensor:
     return torch.from_dlpack(heap.tensor(rows, width, DTYPE_CODES[dtype]))
 
 
+WARM_BYTES = 128 << 10
+"""malloc keeps smaller tensors' pages mapped by itself (its mmap threshold)."""
+
+
+def warm(rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Uninitialised [rows, width] CPU tensor; a large one from the private heap, whose pages are already mapped."""
+    if rows * width * dtype.itemsize < WARM_BYTES or dtype not in DTYPE_CODES:
+        return torch.empty(rows, width, dtype=dtype)
+    return block(private_heap(), rows, width, dtype)
+
+
 def host_key() -> str:
     """Equal for two processes exactly when they see the same /dev/shm on the same kernel and name pids alike."""
     parts = [socket.gethostname()]
