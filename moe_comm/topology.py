@@ -23,7 +23,8 @@ class ExpertPlacement:
     def __post_init__(self) -> None:
         if not self.experts_per_rank or min(self.experts_per_rank) < 0 or sum(self.experts_per_rank) < 1:
             raise ConfigError(
-                f"experts_per_rank must name at least one rank and one expert, and no negative count; got {self.experts_per_rank}"
+                f"experts_per_rank must name at least one rank and one expert, and no negative count; "
+                f"got {self.experts_per_rank}"
             )
 
     @classmethod

@@ -1,15 +1,21 @@
 """Dispatch and combine: rows to their experts and back."""
 
 from moe_comm.dispatch.base import DROPPED, INVALID_LOGITS, Dispatched, Dispatcher, DispatchOptions, Layout
-from moe_comm.dispatch.factory import BACKENDS, make_dispatcher
+from moe_comm.dispatch.capacity import Capacity, apply_capacity
+from moe_comm.dispatch.choice import Traffic
+from moe_comm.dispatch.factory import BACKENDS, explain_choice, make_dispatcher
 
 __all__ = [
     "BACKENDS",
     "DROPPED",
     "INVALID_LOGITS",
+    "Capacity",
     "DispatchOptions",
     "Dispatched",
     "Dispatcher",
     "Layout",
+    "Traffic",
+    "apply_capacity",
+    "explain_choice",
     "make_dispatcher",
 ]

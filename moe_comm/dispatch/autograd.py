@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from moe_comm.errors import InputError
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, ids_TK: Tensor, dispatcher: Dispatcher, label: str, out: list[Layout]) -> Tensor:
-        header = out.pop()  # type: ignore[assignment]
+    def forward(
+        ctx: Any, x_TD: Tensor, ids_TK: Tensor, dispatcher: Dispatcher, label: str, out: list[Layout]
+    ) -> Tensor:
+        header = out.pop()
         rows_RD, layout = dispatcher._send(x_TD, ids_TK, header)  # type: ignore[arg-type]
         out.append(layout)
         ctx.dispatcher, ctx.layout = dispatcher, layout
@@ -30,7 +33,9 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, weights_TK: Tensor, dispatcher: Dispatcher, layout: Layout, grad: bool) -> Tensor:
+    def forward(
+        ctx: Any, rows_RD: Tensor, weights_TK: Tensor, dispatcher: Dispatcher, layout: Layout, grad: bool
+    ) -> Tensor:
         header = dispatcher.header("combine", layout, grad)
         wide_TK = weights_TK.to(torch.promote_types(rows_RD.dtype, torch.float32))
         y_TD = dispatcher._sum(rows_RD, wide_TK, layout, header)
@@ -59,15 +64,26 @@ def dispatch(dispatcher: Dispatcher, x_TD: Tensor, ids_TK: Tensor, label: str) -
     return Dispatched(rows_RD, out[0])
 
 
-def combine(dispatcher: Dispatcher, rows_RD: Tensor, weights_TK: Tensor, layout: Layout) -> Tensor:
-    """Differentiable combine; see ``Dispatcher.combine``."""
+def _combine_fault(rows_RD: Tensor, weights_TK: Tensor, layout: Layout) -> InputError | None:
     if tuple(rows_RD.shape) != (layout.num_rows, layout.hidden) or rows_RD.dtype != layout.dtype:
-        raise InputError(
+        return InputError(
             f"combine needs rows [{layout.num_rows}, {layout.hidden}] {layout.dtype}, as dispatch gave them; "
             f"got {tuple(rows_RD.shape)} {rows_RD.dtype}"
         )
     if tuple(weights_TK.shape) != (layout.num_tokens, layout.top_k):
-        raise InputError(f"combine needs weights [{layout.num_tokens}, {layout.top_k}]; got {tuple(weights_TK.shape)}")
+        return InputError(f"combine needs weights [{layout.num_tokens}, {layout.top_k}]; got {tuple(weights_TK.shape)}")
+    return None
+
+
+def combine(dispatcher: Dispatcher, rows_RD: Tensor, weights_TK: Tensor, layout: Layout) -> Tensor:
+    """Differentiable combine; see ``Dispatcher.combine``."""
+    fault = _combine_fault(rows_RD, weights_TK, layout)
+    if fault is not None:
+        if dispatcher.options.checked:
+            # A handshake that holds the fault, so that every rank raises it; no backend's _send goes further.
+            header = replace(dispatcher.header("combine", layout, False), fault=fault)
+            dispatcher._send(rows_RD.detach(), weights_TK.detach(), header)
+        raise fault
     grad = torch.is_grad_enabled() and (rows_RD.requires_grad or weights_TK.requires_grad)
     if not grad:
         wide_TK = weights_TK.detach().to(torch.promote_types(rows_RD.dtype, torch.float32))

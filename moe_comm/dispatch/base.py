@@ -12,7 +12,7 @@ A backend provides three primitives without autograd; ``dispatch/autograd.py`` j
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -144,9 +144,6 @@ class Dispatcher(ABC):
         """Uninitialised [num_rows, width] storage of the kind this backend reads and writes fastest."""
         return torch.empty(num_rows, width, dtype=dtype, device=device)
 
-    def close(self) -> None:
-        """Give back what this dispatcher holds. Collective; calling it twice is allowed."""
-
     # --- for autograd.py and the backends ---
 
     def header(self, op: str, layout: Layout, requires_grad: bool) -> Header:
@@ -219,8 +216,17 @@ def routing_error(ids_TK: Tensor, num_experts: int) -> RoutingError:
             f"router logits of token {token} are NaN or all -Inf (first of {len(bad[:, 0].unique())} such tokens)"
         )
     return RoutingError(
-        f"expert id {value} of token {token}, slot {slot} is outside 0..{num_experts - 1} (-1 drops a slot); {len(bad)} bad ids"
+        f"expert id {value} of token {token}, slot {slot} is outside 0..{num_experts - 1} (-1 drops a slot); "
+        f"{len(bad)} bad ids"
     )
 
 
-__all__ = ["DROPPED", "INVALID_LOGITS", "DispatchOptions", "Dispatched", "Dispatcher", "Layout", "replace", "routing_error"]
+__all__ = [
+    "DROPPED",
+    "INVALID_LOGITS",
+    "DispatchOptions",
+    "Dispatched",
+    "Dispatcher",
+    "Layout",
+    "routing_error",
+]

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from moe_comm.dispatch.base import Dispatcher, DispatchOptions
+from moe_comm.dispatch.channel import Channel
+from moe_comm.dispatch.choice import Choice, GroupFacts, Traffic, choose
+from moe_comm.dispatch.handshake import digest, meet
 from moe_comm.dispatch.local import LocalDispatcher
-from moe_comm.errors import ConfigError
+from moe_comm.errors import ConfigError, MissingDependency, MoeCommError
+from moe_comm.runtime.shared import host_key, native
 from moe_comm.topology import ExpertPlacement
 
 BACKENDS = ("auto", "local", "shared_memory", "all_to_all", "all_gather")
@@ -22,22 +27,115 @@ def make_dispatcher(
     *,
     experts_per_rank: Sequence[int] | None = None,
     options: DispatchOptions | None = None,
+    traffic: Traffic | None = None,
+    device: torch.device | str | None = None,
 ) -> Dispatcher:
     """Build a dispatcher for ``num_experts`` experts over the ranks of ``group``. Collective over the group.
 
     Args:
         group: the expert-parallel process group; None means this process holds every expert.
-        backend: one of ``BACKENDS``; ``auto`` takes the cheapest that works for this group.
+        backend: one of ``BACKENDS``; ``auto`` takes the cheapest that works for this group, see ``explain_choice``.
+            A group of one rank gets ``local`` whatever is asked: the bits are the same.
         experts_per_rank: how many experts each rank holds; balanced if not given.
+        traffic: what is expected to move; ``auto`` weighs ``all_to_all`` against ``all_gather`` with it.
+        device: where rows will be; if not given, CUDA where the group has NCCL, else the CPU.
 
     Raises:
-        ConfigError: unknown backend, or sizes that do not add up.
+        ConfigError: unknown backend, one that cannot work for this group, or sizes that do not add up; on every rank.
+        RankMismatch: ranks ask for different things; on every rank.
+        PeerDied, PeerTimeout: a rank does not take part.
     """
-    if backend not in BACKENDS:
-        raise ConfigError(f"unknown dispatch backend {backend!r}; known: {', '.join(BACKENDS)}")
-    world = dist.get_world_size(group) if group is not None else 1
-    rank = dist.get_rank(group) if group is not None else 0
-    placement = ExpertPlacement.of(num_experts, world, experts_per_rank)
-    if world == 1:
-        return LocalDispatcher(placement, group, rank, options)
-    raise ConfigError(f"backend {backend!r} is not there yet")
+    options = options or DispatchOptions()
+    world, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    placement: ExpertPlacement | None = None
+    fault: MoeCommError | None = None
+    try:
+        if backend not in BACKENDS:
+            raise ConfigError(f"unknown dispatch backend {backend!r}; known: {', '.join(BACKENDS)}")
+        placement = ExpertPlacement.of(num_experts, world, experts_per_rank)
+    except ConfigError as error:
+        fault = error
+    if group is None or world == 1:
+        if placement is None:
+            raise fault or ConfigError("no placement")
+        return _local(placement, group, options)
+    same = {
+        "backend": digest(backend),
+        "number of experts": num_experts,
+        "experts per rank": digest(None if experts_per_rank is None else tuple(experts_per_rank)),
+        "expected traffic": digest(traffic),
+    }
+    choice = _meet(group, rank, world, options, traffic, device, same, fault)
+    assert placement is not None, "a fault is raised by every rank"
+    picked = choice.picked if backend == "auto" else backend
+    if problem := choice.problem(picked):
+        raise ConfigError(f"backend {picked!r} cannot be used here: {problem}")
+    return _build(picked, placement, group, rank, options)
+
+
+def explain_choice(
+    group: ProcessGroup | None = None,
+    *,
+    options: DispatchOptions | None = None,
+    traffic: Traffic | None = None,
+    device: torch.device | str | None = None,
+) -> str:
+    """The table by which ``auto`` chooses: each backend, why it cannot be used or what it would cost. Collective."""
+    options = options or DispatchOptions()
+    if group is None or dist.get_world_size(group) == 1:
+        facts = GroupFacts(1, 1, _native(), torch.device(device or "cpu").type, "nothing")
+        return str(choose(facts, traffic or Traffic(deterministic=options.deterministic)))
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    return str(_meet(group, rank, world, options, traffic, device, {"expected traffic": digest(traffic)}, None))
+
+
+def _meet(
+    group: ProcessGroup,
+    rank: int,
+    world: int,
+    options: DispatchOptions,
+    traffic: Traffic | None,
+    device: torch.device | str | None,
+    same: dict[str, int],
+    fault: MoeCommError | None,
+) -> Choice:
+    """Learn from every rank what the choice depends on, and choose alike."""
+    channel = Channel(group, rank, world, options.timeout_s)
+    where = torch.device(device) if device is not None else channel.rows_device
+    same = {**same, "deterministic": int(options.deterministic), "rows on the CPU": int(where.type == "cpu")}
+    told = {"host": int(host_key(), 16) >> 2, "native": int(_native())}
+    found = meet(channel, group, "a dispatcher", same, told, fault)
+    facts = GroupFacts(world, len(set(found["host"])), all(found["native"]), where.type, dist.get_backend(group))
+    return choose(facts, traffic or Traffic(deterministic=options.deterministic))
+
+
+def _native() -> bool:
+    try:
+        native()
+    except MissingDependency:
+        return False
+    return True
+
+
+def _local(placement: ExpertPlacement, group: ProcessGroup | None, options: DispatchOptions) -> Dispatcher:
+    if not _native():
+        return LocalDispatcher(placement, group, 0, options)
+    from moe_comm.dispatch.local_native import NativeLocalDispatcher
+
+    return NativeLocalDispatcher(placement, group, 0, options)
+
+
+def _build(
+    picked: str, placement: ExpertPlacement, group: ProcessGroup, rank: int, options: DispatchOptions
+) -> Dispatcher:
+    if picked == "shared_memory":
+        from moe_comm.dispatch.shared_memory import SharedMemoryDispatcher
+
+        return SharedMemoryDispatcher(placement, group, rank, options)
+    if picked == "all_gather":
+        from moe_comm.dispatch.all_gather import AllGatherDispatcher
+
+        return AllGatherDispatcher(placement, group, rank, options)
+    from moe_comm.dispatch.all_to_all import AllToAllDispatcher
+
+    return AllToAllDispatcher(placement, group, rank, options)

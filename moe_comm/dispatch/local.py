@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from moe_comm.dispatch import plain
-from moe_comm.dispatch.base import Dispatcher, Layout
+from moe_comm.dispatch.base import Dispatcher, Layout, routing_error
 from moe_comm.dispatch.header import Header, check
+from moe_comm.errors import RoutingError
 
 
 @dataclass(frozen=True)
@@ -21,23 +22,30 @@ class LocalDispatcher(Dispatcher):
 
     name = "local"
 
+    def _routing_fault(self, ids_TK: Tensor) -> RoutingError | None:
+        return None  # _send looks at the ids with its one copy to the host
+
     def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, Layout]:
         check([], self.rank, header)
-        kept, place_TK, counts_E = plain.sort_slots(ids_TK, self.num_experts)
+        order, place_TK = plain.order_slots(ids_TK, self.num_experts)
+        *rows_per_expert, num_dropped, num_bad, _, _ = plain.count_slots(ids_TK, self.num_experts).tolist()
+        if num_bad:
+            raise routing_error(ids_TK, self.num_experts)
         top_k = ids_TK.shape[1]
+        num_rows = sum(rows_per_expert)
         layout = Layout(
             num_tokens=x_TD.shape[0],
             top_k=top_k,
             hidden=x_TD.shape[1],
             dtype=x_TD.dtype,
             device=x_TD.device,
-            rows_per_expert=tuple(counts_E.tolist()),
-            num_rows=kept.numel(),
-            num_dropped=ids_TK.numel() - kept.numel(),
+            rows_per_expert=tuple(rows_per_expert),
+            num_rows=num_rows,
+            num_dropped=num_dropped,
             label=header.label,
             state=_State(place_TK),
         )
-        return x_TD[kept // top_k], layout
+        return x_TD[order[:num_rows] // top_k], layout
 
     def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, layout: Layout, header: Header) -> Tensor:
         return plain.weighted_sum(rows_RD, layout.state.place_TK, weights_TK)

@@ -15,7 +15,7 @@ from moe_comm.topology import ExpertPlacement
 
 
 class NativeLocalDispatcher(LocalDispatcher):
-    """All experts here; float32, bfloat16 and float16 on the CPU by the native core, the rest by ``LocalDispatcher``."""
+    """All experts here; fp32, bf16 and fp16 on the CPU by the native core, the rest by ``LocalDispatcher``."""
 
     def __init__(
         self,

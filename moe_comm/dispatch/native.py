@@ -55,9 +55,7 @@ class NativeRows:
         self._core = native()
         self.rank = rank
         self.heap = heap
-        self._transfer = self._core.Transfer(
-            communicator, heap, list(expert_offsets), threads=torch.get_num_threads()
-        )
+        self._transfer = self._core.Transfer(communicator, heap, list(expert_offsets), threads=torch.get_num_threads())
 
     def empty_rows(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """A block of this rank's heap, which peers read in place."""

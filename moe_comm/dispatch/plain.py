@@ -4,6 +4,9 @@ All sums are fp32 in a fixed order, so every backend gives these bits:
     y[t]      = ((0 + w[t,0] * r0) + w[t,1] * r1) + ...           multiply, round, add, round; one cast at the end
     dot(a, b) = 32 lanes, lane l adds the products l, l + 32, ... in order; then lanes are added in halves
                 (l + 16, l + 8, ..., l + 1), which is what a warp does with shuffles
+A dropped slot (place -1) adds nothing, whatever its weight is. (64-bit floats are summed in 64 bits.)
+
+Nothing here copies from the device to the host but ``sort_slots``, so CUDA streams run on.
 """
 
 from __future__ import annotations
@@ -15,6 +18,42 @@ from torch import Tensor
 LANES = 32
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums over ``dtype`` are kept in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def count_slots(ids_TK: Tensor, num_experts: int) -> Tensor:
+    """[E + 4] int64: slots of each expert; then dropped slots, bad slots, the first bad one (flat) and its id.
+
+    A bad id is below -1 or not below E. One tensor, so that one copy to the host brings everything.
+    """
+    flat = ids_TK.reshape(-1).long()
+    if not flat.numel():
+        return torch.zeros(num_experts + 4, dtype=torch.int64, device=flat.device)
+    bad = (flat < -1) | (flat >= num_experts)
+    key = torch.where(bad, num_experts + 1, torch.where(flat < 0, num_experts, flat))
+    counts = torch.zeros(num_experts + 2, dtype=torch.int64, device=flat.device)
+    counts.scatter_add_(0, key, torch.ones_like(key))
+    first = bad.to(torch.uint8).argmax().view(1)
+    return torch.cat((counts, first, flat[first]))
+
+
+def order_slots(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """All T*K slots by (expert, token, slot), those without an expert last; and the place of each slot.
+
+    Returns:
+        order: [T * K] int64 flat slots.
+        place_TK: [T, K] int64 place of each slot in that order; -1 for a slot without an expert.
+    """
+    flat = ids_TK.reshape(-1).long()
+    away = (flat < 0) | (flat >= num_experts)
+    order = torch.sort(torch.where(away, num_experts, flat), stable=True).indices
+    place = torch.empty_like(flat)
+    place[order] = torch.arange(flat.numel(), device=flat.device)
+    return order, place.masked_fill_(away, -1).view(ids_TK.shape)
+
+
 def sort_slots(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Order the T*K slots by (expert, token, slot).
 
@@ -23,19 +62,35 @@ def sort_slots(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor
         place_TK: [T, K] int64 place of each slot in that order; -1 where dropped.
         counts_E: [E] int64 rows of each expert.
     """
-    flat = ids_TK.reshape(-1)
-    key = torch.where(flat < 0, num_experts, flat).long()
-    counts_E = torch.bincount(key, minlength=num_experts + 1)[:num_experts]
-    order = torch.sort(key, stable=True).indices
-    kept = order[: key.numel() - int((flat < 0).sum())]
-    place = torch.full_like(key, -1)
-    place[kept] = torch.arange(kept.numel(), device=key.device)
-    return kept, place.view(ids_TK.shape), counts_E
+    counts_E = count_slots(ids_TK, num_experts)[:num_experts]
+    order, place_TK = order_slots(ids_TK, num_experts)
+    return order[: int(counts_E.sum())], place_TK, counts_E
+
+
+def transpose_blocks(counts_AB: Tensor, num_rows: int) -> Tensor:
+    """Where each row of a (b, a)-ordered list of blocks stands in the (a, b)-ordered one.
+
+        counts [[2, 1],     (a, b) order: a0b0 a0b0 a0b1 a1b0        (b, a) order: a0b0 a0b0 a1b0 a0b1
+                [1, 0]]                    0    1    2    3                         0    1    3    2   = result
+
+    Args:
+        counts_AB: [A, B] int64 rows in each block, on the device of the result.
+        num_rows: their sum, known on the host.
+
+    Returns:
+        [num_rows] int64: ``rows_ba = rows_ab[result]``.
+    """
+    flat = counts_AB.flatten()
+    start_AB = (flat.cumsum(0) - flat).view(counts_AB.shape)
+    sizes = counts_AB.T.flatten()
+    shift = start_AB.T.flatten() - (sizes.cumsum(0) - sizes)
+    place = torch.arange(num_rows, device=counts_AB.device)
+    return place + torch.repeat_interleave(shift, sizes, output_size=num_rows)
 
 
 def take_rows(rows_RD: Tensor, place_T: Tensor) -> Tensor:
-    """fp32 rows at ``place_T``; zeros where it is -1. (64-bit floats stay as they are.)"""
-    wide = rows_RD.dtype if rows_RD.dtype == torch.float64 else torch.float32
+    """Rows at ``place_T`` in the wide dtype; zeros where it is -1."""
+    wide = wide_dtype(rows_RD.dtype)
     if not rows_RD.shape[0]:
         return rows_RD.new_zeros(place_T.shape[0], rows_RD.shape[1], dtype=wide)
     rows = rows_RD[place_T.clamp(min=0)].to(wide)
@@ -43,9 +98,11 @@ def take_rows(rows_RD: Tensor, place_T: Tensor) -> Tensor:
 
 
 def weighted_sum(rows_RD: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
-    """[T, D] sum of each token's rows in slot order, in the dtype of ``rows_RD``; weights fp32 or None for ones."""
-    wide = rows_RD.dtype if rows_RD.dtype == torch.float64 else torch.float32
+    """[T, D] sum of each token's rows in slot order, in the dtype of ``rows_RD``; wide weights, or None for ones."""
+    wide = wide_dtype(rows_RD.dtype)
     total = rows_RD.new_zeros(place_TK.shape[0], rows_RD.shape[1], dtype=wide)
+    if weights_TK is not None:
+        weights_TK = weights_TK.to(wide).masked_fill(place_TK < 0, 0.0)
     for k in range(place_TK.shape[1]):
         row = take_rows(rows_RD, place_TK[:, k])
         total += row if weights_TK is None else row.mul_(weights_TK[:, k, None])
@@ -54,24 +111,30 @@ def weighted_sum(rows_RD: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -
 
 def spread(grad_TD: Tensor, place_TK: Tensor, weights_TK: Tensor, num_rows: int) -> Tensor:
     """[R, D] gradient of each row: its token's gradient times its weight."""
-    grad_RD = grad_TD.new_empty(num_rows, grad_TD.shape[1])
+    grad_RD = grad_TD.new_empty(num_rows + 1, grad_TD.shape[1])  # the last row takes the dropped slots
+    place_TK = torch.where(place_TK < 0, num_rows, place_TK)
     for k in range(place_TK.shape[1]):
-        live = place_TK[:, k] >= 0
-        grad_RD[place_TK[live, k]] = (grad_TD[live] * weights_TK[live, k, None]).to(grad_TD.dtype)
-    return grad_RD
+        grad_RD[place_TK[:, k]] = scale(grad_TD, weights_TK[:, k])
+    return grad_RD[:num_rows]
+
+
+def scale(rows_RD: Tensor, weights_R: Tensor) -> Tensor:
+    """Rows times their weights: multiplied in the wide dtype, cast back once."""
+    return (rows_RD * weights_R.to(wide_dtype(rows_RD.dtype)).unsqueeze(1)).to(rows_RD.dtype)
 
 
 def weight_grad(grad_TD: Tensor, rows_RD: Tensor, place_TK: Tensor) -> Tensor:
-    """[T, K] gradient of the routing weights: dot product of each row with its token's gradient."""
+    """[T, K] gradient of the routing weights: dot product of each row with its token's gradient; 0 where dropped."""
     grads = [lane_dot(grad_TD, take_rows(rows_RD, place_TK[:, k])) for k in range(place_TK.shape[1])]
-    return torch.stack(grads, dim=1)
+    return torch.stack(grads, dim=1).masked_fill_(place_TK < 0, 0.0)
 
 
 def lane_dot(a_TD: Tensor, b_TD: Tensor) -> Tensor:
-    """[T] row-wise dot product in the lane order described above."""
-    product = a_TD.to(b_TD.dtype) * b_TD
+    """[T] row-wise dot product in the lane order described above, in the wide dtype."""
+    wide = wide_dtype(b_TD.dtype)
+    product = a_TD.to(wide) * b_TD.to(wide)
     product = F.pad(product, (0, -product.shape[1] % LANES)).unflatten(1, (-1, LANES))
-    lanes = product.new_zeros(product.shape[0], LANES)
+    lanes: Tensor = product.new_zeros(product.shape[0], LANES)
     for step in range(product.shape[1]):
         lanes += product[:, step]
     while lanes.shape[1] > 1:

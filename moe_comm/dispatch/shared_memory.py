@@ -46,7 +46,7 @@ class SharedMemoryDispatcher(Dispatcher):
     def _fault(self, x_TD: Tensor, ids_TK: Tensor) -> MoeCommError | None:
         if not supported(x_TD):
             return InputError(
-                f"shared_memory moves float32, bfloat16 and float16 rows in CPU memory; got {x_TD.dtype} on {x_TD.device}"
+                f"shared_memory moves float32, bfloat16 and float16 rows on the CPU; got {x_TD.dtype} on {x_TD.device}"
             )
         return super()._fault(x_TD, ids_TK)
 

@@ -1,8 +1,8 @@
 """Ranks of one host that share memory: one growing heap a rank, mapped by all, and waiting with deadlines.
 
-    rank 0  [control | blocks ...]  ◀──────┐ every rank maps every heap
-    rank 1  [control | blocks ...]  ◀──────┤ the name is removed as soon as all have: a SIGKILL leaks nothing
-    rank 2  [control | blocks ...]  ◀──────┘
+rank 0  [control | blocks ...]  ◀──────┐ every rank maps every heap
+rank 1  [control | blocks ...]  ◀──────┤ the name is removed as soon as all have: a SIGKILL leaks nothing
+rank 2  [control | blocks ...]  ◀──────┘
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import weakref
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ NAME_BYTES = 96
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
-def native() -> _C:
+def native() -> ModuleType:
     """The native core.
 
     Raises:
@@ -41,7 +42,9 @@ def native() -> _C:
     try:
         from moe_comm import _C
     except ImportError as error:
-        raise MissingDependency(f"the native core moe_comm._C is not built ({error}); run `pip install -e .`") from error
+        raise MissingDependency(
+            f"the native core moe_comm._C is not built ({error}); run `pip install -e .`"
+        ) from error
     return _C
 
 
@@ -103,7 +106,7 @@ def host_key() -> str:
 class SharedGroup:
     """The heaps of all ranks of a process group on one host. Made once per group and shared by its dispatchers."""
 
-    _made: weakref.WeakKeyDictionary[ProcessGroup, SharedGroup] = weakref.WeakKeyDictionary()
+    _made: ClassVar[weakref.WeakKeyDictionary[ProcessGroup, SharedGroup]] = weakref.WeakKeyDictionary()
 
     def __init__(self, group: ProcessGroup, options: SharedOptions) -> None:
         core = native()
@@ -120,7 +123,8 @@ class SharedGroup:
         try:
             if len({key.split(" ")[0] for key in keys}) > 1:
                 raise ConfigError(
-                    "shared_memory needs all ranks of the group on one host with one /dev/shm; use all_to_all between hosts"
+                    "shared_memory needs all ranks of the group on one host with one /dev/shm; "
+                    "use all_to_all between hosts"
                 )
             names = [key.split(" ")[1] for key in keys]
             if problem is None and not all(names):

@@ -1,0 +1,163 @@
+"""Collectives of torch.distributed with a deadline, and its errors turned into ours.
+
+Tensors travel on the device the group's backend works on and come back on the one they came from: with gloo
+CUDA tensors go through host memory. Payloads travel as bytes, so the backend need not know their dtype.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
+
+from moe_comm.dispatch.peers import Peers
+from moe_comm.errors import MoeCommError, PeerDied, PeerError, PeerTimeout
+
+SLICE_S = 0.5
+LINGER_S = 10.0
+_TIMED_OUT = re.compile("timed? ?out|timeout", re.IGNORECASE)
+_LOST = re.compile("closed by peer|reset by peer|read error|broken pipe|pair closure|connection|nccl", re.IGNORECASE)
+
+
+class Channel:
+    """One group, its collectives, and what is known of its ranks.
+
+    After a ``PeerError`` every call raises that error again: the backend's connections are gone or hold half a
+    message, so nothing that came later could be trusted.
+    """
+
+    def __init__(self, group: ProcessGroup, rank: int, world: int, timeout_s: float) -> None:
+        self.rank = rank
+        self.world = world
+        self.timeout_s = timeout_s
+        self.peers: Peers | None = None
+        self.failed: PeerError | None = None
+        self._group = group
+        self._backends = {device.type: group._get_backend(device).name() for device in group._device_types}
+        self._place = 0
+
+    @property
+    def control_device(self) -> torch.device:
+        """Where handshakes travel: the host if the backend can, the current CUDA device otherwise."""
+        return self.wire(torch.device("cpu"))
+
+    @property
+    def rows_device(self) -> torch.device:
+        """Where rows of this group most likely are: on CUDA if its backend has NCCL."""
+        return torch.device("cuda" if self._backends.get("cuda") == "nccl" else "cpu")
+
+    def wire(self, device: torch.device) -> torch.device:
+        """The device on which tensors from ``device`` travel."""
+        if device.type == "cuda" and self._backends.get("cuda") == "nccl":
+            return device
+        if "cpu" in self._backends:
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def all_gather(self, tensor: Tensor, doing: str) -> Tensor:
+        """[W, *shape] of equal-sized tensors, on the device of ``tensor``."""
+        sent = _as_bytes(tensor.to(self.wire(tensor.device)).contiguous())
+        out = torch.empty(self.world * sent.numel(), dtype=torch.uint8, device=sent.device)
+        options = AllgatherOptions()
+        options.timeout = self._backend_timeout()
+        self._run(lambda: self._group._allgather_base(out, sent, options), sent.device, doing)
+        return out.view(tensor.dtype).view(self.world, *tensor.shape).to(tensor.device)
+
+    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], doing: str) -> Tensor:
+        """Rows from every rank in order of rank; ``send`` and ``receive`` are rows per rank, checked beforehand."""
+        shape = (sum(receive), *rows.shape[1:])
+        width = rows[:1].numel() if rows.shape[0] else torch.Size(rows.shape[1:]).numel()
+        sent = rows.to(self.wire(rows.device)).contiguous().view(rows.shape[0], width).view(torch.uint8)
+        out = torch.empty(sum(receive), sent.shape[1], dtype=torch.uint8, device=sent.device)
+        options = AllToAllOptions()
+        options.timeout = self._backend_timeout()
+        self._run(lambda: self._group.alltoall_base(out, sent, list(receive), list(send), options), sent.device, doing)
+        return out.view(rows.dtype).view(shape).to(rows.device)
+
+    def reduce_scatter(self, parts_WTD: Tensor, doing: str) -> Tensor:
+        """[T, D] sum over ranks of this rank's part, in the dtype of ``parts_WTD``."""
+        sent = parts_WTD.to(self.wire(parts_WTD.device)).contiguous()
+        out = torch.empty(sent.shape[1:], dtype=sent.dtype, device=sent.device)
+        options = ReduceScatterOptions()
+        options.timeout = self._backend_timeout()
+        self._run(lambda: self._group._reduce_scatter_base(out.view(-1), sent.view(-1), options), sent.device, doing)
+        return out.to(parts_WTD.device)
+
+    def _backend_timeout(self) -> timedelta:
+        # Ours comes first: when the backend's passes it closes its connections, and peers still waiting would
+        # take that for a death.
+        return timedelta(seconds=self.timeout_s + LINGER_S)
+
+    def _run(self, start: Callable[[], Work], device: torch.device, doing: str) -> None:
+        if self.failed is not None:
+            raise type(self.failed)(*self.failed.args)
+        self._place += 1
+        begun = time.monotonic()
+        try:
+            work = start()
+            if device.type == "cuda":
+                work.wait()  # orders streams; the backend's watchdog holds the deadline
+            else:
+                self._wait(work, begun, doing)
+        except MoeCommError:
+            raise
+        except RuntimeError as error:
+            found = self._explain(str(error), time.monotonic() - begun, doing)
+            if found is None:
+                raise
+            self.failed = found
+            raise found from error
+
+    def _wait(self, work: Work, begun: float, doing: str) -> None:
+        """Wait in slices: between them look whether a peer's process is gone, and say that we wait."""
+        noted = False
+        while True:
+            left = begun + self.timeout_s - time.monotonic()
+            try:
+                work.wait(timedelta(seconds=max(0.001, min(SLICE_S, left))))
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # raises what went wrong, or has just arrived
+                    return
+            if self.peers is not None and self.peers.ended():
+                raise RuntimeError("connection lost: a peer's process has ended")
+            if left <= 0:
+                raise RuntimeError("timed out")
+            if not noted and self.peers is not None:
+                self.peers.note(str(self._place), doing)
+                noted = True
+
+    def _explain(self, message: str, waited_s: float, doing: str) -> PeerError | None:
+        """Our error for the backend's ``message``; None if it is not about a peer."""
+        timed_out, lost = _TIMED_OUT.search(message), _LOST.search(message)
+        if not timed_out and not lost:
+            return None
+        if self.peers is None:
+            kind = PeerTimeout if timed_out else PeerDied
+            return kind(f"rank {self.rank} in {doing} after {waited_s:.1f} s: {message}")
+        gone = self.peers.ended()
+        if gone:
+            who = ", ".join(self.peers.describe(rank) for rank in gone)
+            return PeerDied(f"rank {self.rank} in {doing}: lost {who}. Restart the ranks; this group is unusable.")
+        self.peers.note(str(self._place), doing)
+        silent = self.peers.silent(str(self._place))
+        gone = self.peers.ended()
+        who = ", ".join(self.peers.describe(rank) for rank in gone or silent) or "a peer that did not say"
+        text = f"rank {self.rank} in {doing}: waited {waited_s:.1f} s (timeout {self.timeout_s:g} s) for {who}"
+        if gone or not timed_out:
+            return PeerDied(f"{text}; the connection was lost ({message}). This group is unusable.")
+        return PeerTimeout(
+            f"{text}. It is stuck, slow, or took another path through the program; see its stacks (py-spy dump), "
+            "or raise DispatchOptions.timeout_s. This group is unusable now."
+        )
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)

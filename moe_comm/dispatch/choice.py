@@ -1,0 +1,125 @@
+"""Which backend ``auto`` takes, and why: what each can do for a group, and a rough cost in bytes.
+
+Costs are bytes a token that one rank moves in dispatch and combine, forward, with K slots on W ranks, a row of
+``hidden`` elements, and f = (W - 1) / W the share of rows that leave:
+
+    backend          over the wire                      copies in memory (read + write)
+    shared_memory    0                                  2 K + (K + 1): one gather there, one weighted sum back
+    all_to_all       2 K f                              6 K + (5 K + 1): sort, exchange, reorder; and the way back
+    all_gather       (W - 1) + K f                      2 W + 2 K + (5 K + 1)
+      not            (W - 1) + (W - 1) * 4 / item       2 W + 2 K + 2 K + 4 (W + 1) / item
+      deterministic
+
+A wire byte counts as ``WIRE_BYTE`` bytes in memory. Only the order of the sums matters, and they are far apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WIRE_BYTE = 8.0
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """What is known of a group when a backend is chosen; equal on all its ranks.
+
+    hosts: number of hosts (that is, of /dev/shm) its ranks are on. native: every rank has the native core.
+    device: "cpu" or "cuda", where the rows will be. transport: name of torch.distributed's backend.
+    """
+
+    world: int
+    hosts: int
+    native: bool
+    device: str
+    transport: str
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What is expected to move. top_k None: not known yet, taken as 1, the least that can move."""
+
+    top_k: int | None = None
+    hidden: int = 1024
+    item_bytes: int = 4
+    deterministic: bool = True
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One backend: why it cannot be used ("" if it can), what it moves, and its cost in memory bytes a token."""
+
+    backend: str
+    problem: str
+    wire_bytes: float
+    copied_bytes: float
+
+    @property
+    def cost(self) -> float:
+        return WIRE_BYTE * self.wire_bytes + self.copied_bytes
+
+
+@dataclass(frozen=True)
+class Choice:
+    """``picked`` is the cheapest usable candidate; ``str`` is the table."""
+
+    picked: str
+    facts: GroupFacts
+    traffic: Traffic
+    candidates: tuple[Candidate, ...]
+
+    def problem(self, backend: str) -> str:
+        """Why ``backend`` cannot be used here; "" if it can."""
+        return next(c.problem for c in self.candidates if c.backend == backend)
+
+    def __str__(self) -> str:
+        facts, traffic = self.facts, self.traffic
+        top_k = "unknown (1 assumed)" if traffic.top_k is None else str(traffic.top_k)
+        lines = [
+            f"{facts.world} rank(s) on {facts.hosts} host(s), {facts.device} tensors over {facts.transport}, "
+            f"native core {'built' if facts.native else 'missing'}; top-k {top_k}, rows of "
+            f"{traffic.hidden} x {traffic.item_bytes} bytes, {'' if traffic.deterministic else 'not '}deterministic",
+            f"    {'backend':<14} {'wire KB/token':>13} {'copied KB/token':>15} {'cost':>10}",
+        ]
+        for candidate in self.candidates:
+            mark = "->" if candidate.backend == self.picked else "  "
+            wire, copied, cost = (v / 1e3 for v in (candidate.wire_bytes, candidate.copied_bytes, candidate.cost))
+            note = f"   no: {candidate.problem}" if candidate.problem else ""
+            lines.append(f" {mark} {candidate.backend:<14} {wire:13.1f} {copied:15.1f} {cost:10.1f}{note}")
+        return "\n".join(lines)
+
+
+def choose(facts: GroupFacts, traffic: Traffic | None = None) -> Choice:
+    """Judge every backend for a group."""
+    traffic = traffic or Traffic()
+    row = traffic.hidden * traffic.item_bytes
+    world, slots = facts.world, traffic.top_k or 1
+    away = slots * (world - 1) / world
+    wide = max(4, traffic.item_bytes) / traffic.item_bytes
+    if traffic.deterministic:
+        gather_wire, gather_copied = world - 1 + away, 2.0 * world + 7 * slots + 1
+    else:
+        gather_wire, gather_copied = (world - 1) * (1 + wide), 2 * world + 4 * slots + wide * (world + 1)
+    found = [
+        Candidate("local", "" if world == 1 else _LOCAL.format(world=world), 0, (3 * slots + 1) * row),
+        Candidate("shared_memory", _shared_memory_problem(facts), 0, (3 * slots + 1) * row),
+        Candidate("all_to_all", "", 2 * away * row, (11 * slots + 1) * row),
+        Candidate("all_gather", "", gather_wire * row, gather_copied * row),
+    ]
+    picked = min((c for c in found if not c.problem), key=lambda c: c.cost)
+    return Choice(picked.backend, facts, traffic, tuple(found))
+
+
+_LOCAL = "this group has {world} ranks and 'local' sends nothing between them; use 'auto', or no group"
+
+
+def _shared_memory_problem(facts: GroupFacts) -> str:
+    if facts.world == 1:
+        return "there is one rank; 'local' does the same without a heap to share"
+    if facts.device != "cpu":
+        return f"it moves rows in CPU memory and these are on {facts.device}; use 'all_to_all'"
+    if facts.hosts > 1:
+        return f"the ranks are on {facts.hosts} hosts; use 'all_to_all' between hosts"
+    if not facts.native:
+        return "the native core moe_comm._C is not built on every rank; run `pip install -e .`, or use 'all_to_all'"
+    return ""

@@ -1,0 +1,172 @@
+"""What ranks tell each other before rows move, over any backend of torch.distributed.
+
+At construction, once (fixed size, whatever the ranks disagree on):
+
+    word   0        1..3      4             5..           FACTS
+           nonce    process   fault kind    facts         text of the fault
+
+Before every operation (one all-gather, its size fixed by the number of experts):
+
+    header.WORDS    tokens    device    bad ids    first bad slot    its id    | rows for each expert [E]
+
+so a single exchange carries the check on every rank and the counts from which all sizes follow.
+"""
+
+from __future__ import annotations
+
+import secrets
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_comm.dispatch import header as head
+from moe_comm.dispatch import peers, plain
+from moe_comm.dispatch.base import INVALID_LOGITS, routing_error
+from moe_comm.dispatch.channel import Channel
+from moe_comm.dispatch.header import FAULTS, Header, check
+from moe_comm.errors import ConfigError, MoeCommError, RankMismatch, RoutingError
+from moe_comm.topology import ExpertPlacement
+
+FACTS = 12
+TEXT_BYTES = 400
+EXTRA = 5
+DEVICES = ("cpu", "cuda", "xpu", "mps", "meta")
+
+Words = npt.NDArray[np.int64]
+
+
+def digest(*values: object) -> int:
+    """A number by which ranks compare settings of any kind."""
+    return zlib.crc32(repr(values).encode())
+
+
+def meet(
+    channel: Channel,
+    group: ProcessGroup,
+    what: str,
+    same: Mapping[str, int],
+    told: Mapping[str, int] | None = None,
+    fault: MoeCommError | None = None,
+) -> dict[str, list[int]]:
+    """Exchange settings over the group; every rank of it calls this, whatever its own settings are.
+
+    Args:
+        channel: learns who its peers are.
+        what: what is being built, for messages.
+        same: settings that must be equal on all ranks; at most ``FACTS`` with ``told``.
+        told: facts that may differ.
+        fault: an error in this rank's own settings; raised here and, with its text, on every rank.
+
+    Returns:
+        Each of ``same`` and ``told``, by rank.
+
+    Raises:
+        RankMismatch: a setting differs. ConfigError or the fault's own class: some rank's settings are bad.
+    """
+    facts = {**same, **(told or {})}
+    if len(facts) > FACTS:
+        raise ConfigError(f"{what}: at most {FACTS} facts fit the exchange; got {len(facts)}")
+    words = np.zeros(2 + peers.WORDS + FACTS + TEXT_BYTES // 8, np.int64)
+    words[0] = secrets.randbits(62)
+    words[1 : 1 + peers.WORDS] = peers.Process.own().words()
+    start = 2 + peers.WORDS
+    words[start : start + len(facts)] = list(facts.values())
+    if fault is not None:
+        kinds = [i for i, kind in enumerate(FAULTS) if type(fault) is kind]
+        words[start - 1] = 1 + (kinds[0] if kinds else FAULTS.index(ConfigError))
+        raw = str(fault).encode()[:TEXT_BYTES]
+        words[start + FACTS :].view(np.uint8)[: len(raw)] = np.frombuffer(raw, np.uint8)
+    sent = torch.from_numpy(words).to(channel.control_device)
+    rows: Words = channel.all_gather(sent, f"building {what}").cpu().numpy()
+    processes = [peers.Process(*(int(v) for v in row[1 : 1 + peers.WORDS])) for row in rows]
+    channel.peers = peers.Peers(processes, channel.rank, group, f"{int(rows[0, 0]):x}")
+    if fault is not None:
+        raise fault
+    for rank, row in enumerate(rows):
+        if row[start - 1]:
+            text = row[start + FACTS :].tobytes().rstrip(b"\0").decode(errors="replace")
+            raise FAULTS[int(row[start - 1]) - 1](f"rank {rank}: {text}")
+    found = {name: [int(v) for v in rows[:, start + i]] for i, name in enumerate(facts)}
+    for name in same:
+        if len(set(found[name])) > 1:
+            given = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(found[name]))
+            raise RankMismatch(
+                f"ranks disagree on {name} when building {what}: {given}. Every rank of a group must build it alike."
+            )
+    return found
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What all ranks are about to send. On the host.
+
+    rows_WE: rows that each rank has for each expert. tokens_W: its tokens. num_dropped: of this rank.
+    """
+
+    rows_WE: Words
+    tokens_W: tuple[int, ...]
+    num_dropped: int
+
+
+class Handshake:
+    """The exchange that starts every operation of one dispatcher."""
+
+    def __init__(self, channel: Channel, placement: ExpertPlacement) -> None:
+        self._channel = channel
+        self._num_experts = placement.num_experts
+
+    def exchange(self, header: Header, ids_TK: Tensor | None, device: torch.device) -> Counts:
+        """Tell and learn; raise the same error on every rank if one is bad or two differ.
+
+        Raises:
+            InputError, RoutingError, RankMismatch: as ``header.check`` does.
+            PeerDied, PeerTimeout: a rank does not answer.
+        """
+        words = torch.from_numpy(np.concatenate((header.pack(), np.zeros(EXTRA + self._num_experts, np.int64))))
+        words[head.WORDS + 1] = DEVICES.index(device.type) if device.type in DEVICES else len(DEVICES)
+        words = words.to(self._channel.control_device, non_blocking=True)
+        counts = None
+        if ids_TK is not None and header.fault is None:
+            words[head.WORDS] = ids_TK.shape[0]
+            counts = plain.count_slots(ids_TK, self._num_experts).to(words.device)
+            words[head.WORDS + 2 : head.WORDS + EXTRA] = counts[self._num_experts + 1 :]
+            words[head.WORDS + EXTRA :] = counts[: self._num_experts]
+        rows: Words = self._channel.all_gather(words, describe(header)).cpu().numpy()
+        check(list(rows[:, : head.WORDS]), self._channel.rank, header)
+        extra = rows[:, head.WORDS : head.WORDS + EXTRA]
+        if len(set(extra[:, 1].tolist())) > 1:
+            given = ", ".join(
+                f"rank {rank}: {(*DEVICES, 'another')[int(value)]}" for rank, value in enumerate(extra[:, 1])
+            )
+            raise RankMismatch(f"ranks disagree on the device of the rows in {describe(header)}: {given}")
+        self._check_ids(extra, ids_TK, header)
+        rows_WE = rows[:, head.WORDS + EXTRA :]
+        slots = ids_TK.numel() if ids_TK is not None else 0
+        dropped = slots - int(rows_WE[self._channel.rank].sum())
+        return Counts(rows_WE, tuple(int(v) for v in extra[:, 0]), dropped)
+
+    def _check_ids(self, extra: Words, ids_TK: Tensor | None, header: Header) -> None:
+        if not extra[:, 2].any():
+            return
+        if ids_TK is not None and extra[self._channel.rank, 2]:
+            raise routing_error(ids_TK, self._num_experts)
+        rank = int(extra[:, 2].nonzero()[0][0])
+        bad, slot, value = (int(v) for v in extra[rank, 2:])
+        token, slot = divmod(slot, header.top_k)
+        if value == INVALID_LOGITS:
+            raise RoutingError(f"rank {rank}: router logits of token {token} are NaN or all -Inf")
+        raise RoutingError(
+            f"rank {rank}: expert id {value} of token {token}, slot {slot} is outside 0..{self._num_experts - 1} "
+            f"(-1 drops a slot); {bad} bad ids"
+        )
+
+
+def describe(header: Header) -> str:
+    """``dispatch (call 3) of layer 'moe.1'``."""
+    return f"{header.op} (call {header.seq})" + (f" of layer {header.label!r}" if header.label else "")

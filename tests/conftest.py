@@ -1,0 +1,54 @@
+"""What holds for the whole test run: one torch thread, and nothing left behind in shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="of the contract suite's tensors")
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> str:
+    """The device chosen on the command line."""
+    chosen: str = request.config.getoption("--device")
+    if chosen == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return chosen
+
+
+def _segments() -> set[str]:
+    return {entry.name for entry in SHARED_MEMORY.glob("*moe_comm*")} if SHARED_MEMORY.is_dir() else set()
+
+
+def _mapped(names: set[str]) -> set[str]:
+    """Those of ``names`` that a living process still maps: another test run on this machine, not a leak."""
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            text = maps.read_text()
+        except OSError:  # ended in between, or another user's
+            continue
+        found |= {name for name in names if name in text}
+    return found
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_shared_memory_left() -> Iterator[None]:
+    """Nothing that the tests put into /dev/shm outlives them, whatever was killed meanwhile."""
+    before = _segments()
+    yield
+    left = _segments() - before
+    left = (left - _mapped(left)) & _segments()
+    assert not left, f"left in {SHARED_MEMORY}: {sorted(left)}"

@@ -1,0 +1,248 @@
+"""The one contract that every backend keeps, whatever carries the rows and however many ranks there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import torch
+
+from moe_comm.errors import RoutingError
+from tests.dispatch import cases, workers
+from tests.dispatch.cases import CASES, Case
+from tests.dispatch.workers import INPUT_FAULTS, Job, Result
+from tests.pool import RankPool
+
+BACKENDS = ("all_to_all", "all_gather", "shared_memory")
+WORLDS = (2, 4, 8)
+NAMES = [case.name for case in CASES]
+
+
+def usable(backend: str, device: str) -> None:
+    if backend != "shared_memory":
+        return
+    if device != "cpu":
+        pytest.skip("shared_memory moves CPU tensors")
+    pytest.importorskip("moe_comm._C", reason="the native core is not built")
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, RankPool]]:
+    """One pool for each number of ranks; ranks start when a pool is first used."""
+    made = {world: RankPool(world) for world in WORLDS}
+    yield made
+    for pool in made.values():
+        pool.close()
+
+
+@pytest.fixture(scope="module")
+def results(pools: dict[int, RankPool], device: str) -> dict[tuple[str, int], list[dict[str, Result | str]]]:
+    """Filled as tests ask: all cases of one backend and number of ranks in one run."""
+    return {}
+
+
+@lru_cache
+def reference(name: str, device: str) -> Result:
+    """One rank, plain torch."""
+    return workers.run_case(cases.BY_NAME[name], Job("plain", device), None, 0, 1)
+
+
+def ranks_of(
+    backend: str,
+    world: int,
+    name: str,
+    pools: dict[int, RankPool],
+    results: dict[tuple[str, int], list[dict[str, Result | str]]],
+    device: str,
+) -> list[Result]:
+    usable(backend, device)
+    if (backend, world) not in results:
+        results[backend, world] = pools[world].run(workers.run_cases, Job(backend, device), timeout=120)
+    found = [
+        of_rank.get(name, "did not come to this case: an earlier one failed") for of_rank in results[backend, world]
+    ]
+    for rank, result in enumerate(found):
+        assert isinstance(result, Result), f"rank {rank}: {result}"
+    return found  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_same_bits_as_one_rank(backend: str, world: int, name: str, pools, results, device: str) -> None:  # type: ignore[no-untyped-def]
+    """Output, input gradient, routing-weight gradient, expert gradients, and the rows themselves."""
+    ranks = ranks_of(backend, world, name, pools, results, device)
+    whole = reference(name, device)
+    assert torch.equal(torch.cat([r.rows_RD for r in ranks]), whole.rows_RD)
+    assert sum((r.rows_per_expert for r in ranks), ()) == whole.rows_per_expert
+    assert sum(r.num_dropped for r in ranks) == whole.num_dropped
+    assert torch.equal(torch.cat([r.y_TD for r in ranks]), whole.y_TD)
+    assert torch.equal(torch.cat([r.x_grad_TD for r in ranks]), whole.x_grad_TD)
+    assert torch.equal(torch.cat([r.experts_grad for r in ranks]), whole.experts_grad)
+    if whole.weights_grad_TK is not None:
+        assert torch.equal(torch.cat([r.weights_grad_TK for r in ranks]), whole.weights_grad_TK)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_local_has_the_same_bits_as_plain_torch(name: str, device: str) -> None:
+    native = workers.run_case(cases.BY_NAME[name], Job("local", device), None, 0, 1)
+    whole = reference(name, device)
+    for field in ("rows_RD", "y_TD", "x_grad_TD", "weights_grad_TK", "experts_grad"):
+        ours, theirs = getattr(native, field), getattr(whole, field)
+        assert (ours is None and theirs is None) or torch.equal(ours, theirs), field
+    assert native.rows_per_expert == whole.rows_per_expert and native.num_dropped == whole.num_dropped
+
+
+def oracle(case: Case) -> dict[str, np.ndarray]:
+    """The same in float64, token by token and slot by slot, knowing nothing of dispatch."""
+    batch, experts_t = cases.make(case)
+    x, grad, weights = (t.double().numpy() for t in (batch.x_TD, batch.grad_TD, batch.weights_TK))
+    ids, experts = batch.ids_TK.numpy(), experts_t.double().numpy()
+    full = experts if experts.ndim == 3 else None
+    y, x_grad, w_grad, e_grad = np.zeros_like(x), np.zeros_like(x), np.zeros_like(weights), np.zeros_like(experts)
+    for t, k in np.argwhere(ids >= 0):
+        e = ids[t, k]
+        out = x[t] @ full[e] if full is not None else x[t] * experts[e]
+        y[t] += weights[t, k] * out
+        w_grad[t, k] = out @ grad[t]
+        back = weights[t, k] * grad[t]
+        x_grad[t] += full[e] @ back if full is not None else back * experts[e]
+        e_grad[e] += np.outer(x[t], back) if full is not None else x[t] * back
+    order = [(t, k) for e in range(case.num_experts) for t, k in np.argwhere(ids == e)]
+    rows = x[[t for t, _ in order]] if order else x[:0]
+    return {"y_TD": y, "x_grad_TD": x_grad, "weights_grad_TK": w_grad, "experts_grad": e_grad, "rows_RD": rows}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_rank_agrees_with_a_float64_oracle(name: str, device: str) -> None:
+    case = cases.BY_NAME[name]
+    found, expected = reference(name, device), oracle(case)
+    eps = torch.finfo(torch.float32 if case.dtype == torch.float32 else case.dtype).eps
+    if case.weights_dtype != torch.float32:
+        eps = max(eps, torch.finfo(case.weights_dtype).eps)
+    for field, value in expected.items():
+        ours = getattr(found, field)
+        if ours is None:
+            continue
+        ours = ours.double().numpy()
+        assert ours.shape == value.shape, field
+        if field == "rows_RD":
+            assert np.array_equal(ours, value)
+        elif value.size:
+            scale = max(1.0, float(np.abs(value).max()))
+            assert np.abs(ours - value).max() <= 8 * eps * scale * case.hidden**0.5, field
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dispatches_in_flight_do_not_mix(backend: str, world: int, pools: dict[int, RankPool], device: str) -> None:
+    usable(backend, device)
+    assert pools[world].run(workers.in_flight, Job(backend, device)) == [[True, True]] * world
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shapes_may_change_from_call_to_call(
+    backend: str, world: int, checked: bool, pools: dict[int, RankPool], device: str
+) -> None:
+    usable(backend, device)
+    assert pools[world].run(workers.many_shapes, Job(backend, device, checked=checked)) == [[]] * world
+
+
+def test_partial_sums_come_close_where_bits_are_not_asked_for(pools: dict[int, RankPool], device: str) -> None:
+    ranks = pools[4].run(workers.run_cases, Job("all_gather", device, deterministic=False), timeout=120)
+    for name in NAMES:
+        whole = reference(name, device)
+        for field in ("y_TD", "x_grad_TD", "weights_grad_TK"):
+            if (expected := getattr(whole, field)) is not None:
+                found = torch.cat([getattr(of_rank[name], field) for of_rank in ranks])
+                eps = torch.finfo(expected.dtype).eps
+                torch.testing.assert_close(found, expected, rtol=8 * eps, atol=32 * eps, msg=f"{name}: {field}")
+
+
+# --- faults: the same typed error on every rank, and the group works on ---
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bad_input_on_one_rank_is_the_same_error_on_every_rank(
+    backend: str, world: int, pools: dict[int, RankPool], device: str
+) -> None:
+    usable(backend, device)
+    found = pools[world].run(workers.faults, Job(backend, device))
+    for name, (kind, text, _) in INPUT_FAULTS.items():
+        for rank, of_rank in enumerate(found):
+            (raised, message), works_on = of_rank[name]
+            assert raised == kind and text in message, f"{name}, rank {rank}: {raised}: {message}"
+            assert works_on, f"{name}, rank {rank}"
+            if kind != "RankMismatch" and rank != world - 1:
+                assert f"rank {world - 1}" in message
+
+
+@pytest.mark.parametrize("job", [workers.order_of_calls, workers.bad_combine])
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rank_that_does_something_else_is_an_error_on_every_rank(  # type: ignore[no-untyped-def]
+    backend: str, world: int, job, pools: dict[int, RankPool], device: str
+) -> None:
+    usable(backend, device)
+    kind = "RankMismatch" if job is workers.order_of_calls else "InputError"
+    for (raised, message), works_on in pools[world].run(job, Job(backend, device)):
+        assert raised == kind, message
+        assert works_on
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "auto"])
+def test_ranks_that_build_different_dispatchers_are_told_on_every_rank(
+    backend: str, pools: dict[int, RankPool], device: str
+) -> None:
+    usable(backend, device)
+    for of_rank in pools[2].run(workers.construction, Job(backend, device)):
+        assert {name: kind for name, (kind, _) in of_rank.items()} == {
+            "number of experts": "RankMismatch",
+            "experts per rank": "RankMismatch",
+            "bad sizes on one rank": "ConfigError",
+            "unknown backend on one rank": "ConfigError",
+        }, of_rank
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rank_that_never_calls_is_a_timeout_that_names_it(
+    backend: str, world: int, pools: dict[int, RankPool], device: str
+) -> None:
+    usable(backend, device)
+    found = pools[world].run(workers.never_calls, Job(backend, device, timeout_s=1.0), timeout=40)
+    for rank, told in enumerate(found):
+        if rank != 1:
+            assert told[0][0] == "PeerTimeout" and "rank 1" in told[0][1] and "moe.3" in told[0][1], told
+            assert told[1][0] == "PeerTimeout", "refused from then on"
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGKILL backward", "SIGSTOP", "SIGSTOP backward"])
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_lost_rank_is_named_on_every_other(
+    backend: str, world: int, how: str, pools: dict[int, RankPool], device: str
+) -> None:
+    usable(backend, device)
+    job = Job(backend, device, timeout_s=20.0 if "KILL" in how else 1.5, how=how)
+    found = pools[world].run(workers.lose_a_rank, job, timeout=15, expect_dead={1})
+    kind = "PeerDied" if "KILL" in how else "PeerTimeout"
+    for rank, told in enumerate(found):
+        if rank != 1:
+            (raised, message), (again, _) = told
+            assert raised == kind and "rank 1" in message and "moe.3" in message, told
+            assert again == kind, "refused from then on"
+
+
+def test_local_refuses_bad_ids_and_works_on(device: str) -> None:
+    dispatcher = workers.build(cases.BY_NAME["plain"], None, Job("local", device), 0, 1)
+    x_TD = torch.ones(3, 4, device=device)
+    for bad in (8, -2, 2**31 - 1):
+        with pytest.raises(RoutingError):
+            dispatcher.dispatch(x_TD, torch.tensor([[0, 1], [1, bad], [2, 3]], device=device))
+    assert dispatcher.dispatch(x_TD, torch.tensor([[0, 1], [1, 2], [2, 3]], device=device)).layout.num_rows == 6

@@ -1,0 +1,118 @@
+"""Choosing a backend: the same on every rank, explained, and refused with what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_comm.dispatch import BACKENDS, DispatchOptions, make_dispatcher
+from moe_comm.dispatch.choice import GroupFacts, Traffic, choose
+from moe_comm.dispatch.factory import explain_choice
+from moe_comm.errors import ConfigError
+from tests.dispatch.workers import Told, caught
+from tests.pool import RankPool
+
+HOST = GroupFacts(world=4, hosts=1, native=True, device="cpu", transport="gloo")
+
+
+@pytest.fixture(scope="module")
+def pool2() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(
+    ("facts", "traffic", "picked"),
+    [
+        (replace(HOST, world=1), Traffic(), "local"),
+        (HOST, Traffic(top_k=8), "shared_memory"),
+        (replace(HOST, native=False), Traffic(top_k=2), "all_to_all"),
+        (replace(HOST, hosts=2), Traffic(top_k=2), "all_to_all"),
+        (replace(HOST, hosts=2), Traffic(), "all_to_all"),
+        (replace(HOST, hosts=2), Traffic(top_k=8), "all_gather"),
+        (replace(HOST, hosts=2, world=16), Traffic(top_k=8), "all_to_all"),
+        (replace(HOST, device="cuda", transport="nccl"), Traffic(top_k=2), "all_to_all"),
+        (replace(HOST, device="cuda", transport="nccl"), Traffic(top_k=8), "all_gather"),
+    ],
+)
+def test_auto_takes_the_cheapest_that_works(facts: GroupFacts, traffic: Traffic, picked: str) -> None:
+    choice = choose(facts, traffic)
+    assert choice.picked == picked
+    assert not choice.problem(picked)
+    assert f"-> {picked}" in str(choice)
+
+
+def test_the_explanation_names_every_backend_its_cost_and_why_not() -> None:
+    text = str(choose(replace(HOST, hosts=3, native=False), Traffic(top_k=8, hidden=1000, item_bytes=2)))
+    assert all(name in text for name in BACKENDS if name != "auto")
+    assert "no: the ranks are on 3 hosts; use 'all_to_all' between hosts" in text
+    assert "24.0" in text, "all_to_all: 2 * 8 * 3/4 rows of 2 KB leave for each token"
+
+
+def test_one_rank_gets_local_whatever_is_asked() -> None:
+    for backend in BACKENDS:
+        assert make_dispatcher(4, backend=backend).name == "local"
+    assert "-> local" in explain_choice()
+
+
+def test_without_the_native_core_one_rank_works_in_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe_comm.dispatch.factory._native", lambda: False)
+    x_TD, ids_TK = torch.arange(6.0).view(3, 2), torch.tensor([[1], [0], [-1]])
+    found = make_dispatcher(2).dispatch(x_TD, ids_TK)
+    assert found.rows_RD.tolist() == [[2, 3], [0, 1]] and found.layout.num_dropped == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"backend": "smoke"}, "unknown dispatch backend 'smoke'; known: auto, local"),
+        ({"experts_per_rank": [1, 1]}, "1 counts that add up to 4"),
+        ({"num_experts": 0}, "at least one expert"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make_dispatcher(**{"num_experts": 4, **arguments})
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan")])
+def test_a_deadline_must_be_positive(timeout_s: float) -> None:
+    with pytest.raises(ConfigError, match="timeout_s"):
+        DispatchOptions(timeout_s=timeout_s)
+
+
+def chosen(rank: int, world: int, native: list[bool]) -> tuple[str, str, str, Told, Told]:
+    import moe_comm.dispatch.factory as factory
+
+    real = factory._native
+    factory._native = lambda: real() and native[rank]
+    try:
+        group = dist.group.WORLD
+        return (
+            make_dispatcher(4, group).name,
+            make_dispatcher(4, group, traffic=Traffic(top_k=4)).name,
+            explain_choice(group),
+            caught(lambda: make_dispatcher(4, group, "local")),
+            caught(lambda: make_dispatcher(4, group, "shared_memory", device="cuda")),
+        )
+    finally:
+        factory._native = real
+
+
+def test_all_ranks_choose_alike_even_if_one_lacks_the_native_core(pool2: RankPool) -> None:
+    for of_rank in pool2.run(chosen, [True, False]):
+        name, for_many_slots, text, local, on_cuda = of_rank
+        assert (name, for_many_slots) == ("all_to_all", "all_gather")
+        assert "not built on every rank" in text and "2 rank(s) on 1 host(s)" in text
+        assert local[0] == "ConfigError" and "'local' sends nothing between them" in local[1]
+        assert on_cuda[0] == "ConfigError" and "use 'all_to_all'" in on_cuda[1]
+
+
+def test_ranks_of_one_host_share_memory(pool2: RankPool) -> None:
+    pytest.importorskip("moe_comm._C", reason="the native core is not built")
+    assert [of_rank[:2] for of_rank in pool2.run(chosen, [True, True])] == [("shared_memory", "shared_memory")] * 2

@@ -1,0 +1,71 @@
+"""The handshake's header: what ranks disagree on is said alike on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moe_comm import errors
+from moe_comm.dispatch import header as head
+from moe_comm.dispatch.header import Header, check
+
+GOOD = Header("dispatch", 7, 64, torch.bfloat16, 2, 8, True, "model.layers.3.mlp")
+
+
+def told(headers: list[Header]) -> list[tuple[type, str]]:
+    """What each rank raises."""
+    words = [header.pack() for header in headers]
+    found = []
+    for rank, header in enumerate(headers):
+        with pytest.raises(errors.MoeCommError) as raised:
+            check(words, rank, header)
+        found.append((raised.type, str(raised.value)))
+    return found
+
+
+def test_equal_headers_pass() -> None:
+    words = [GOOD.pack()] * 3
+    for rank in range(3):
+        check(words, rank, GOOD)
+
+
+def test_every_header_has_the_same_size() -> None:
+    long = replace(GOOD, label="a" * 5000, fault=errors.InputError("b" * 5000))
+    for header in (GOOD, replace(GOOD, label=""), long, replace(GOOD, label="schön" * 100)):
+        words = header.pack()
+        assert words.shape == (head.WORDS,) and words.dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"op": "combine"}, ("operation", "rank 1: combine")),
+        ({"seq": 8}, ("call number", "rank 1: 8")),
+        ({"hidden": 65}, ("hidden size", "rank 1: 65")),
+        ({"dtype": torch.float32}, ("dtype", "rank 1: float32")),
+        ({"top_k": 3}, ("top-k", "rank 1: 3")),
+        ({"num_experts": 9}, ("experts", "rank 1: 9")),
+        ({"requires_grad": False}, ("requires_grad", "rank 1: False")),
+        ({"label": "model.layers.4.mlp"}, ("layer", "rank 1: 'model.layers.4.mlp'")),
+    ],
+)
+def test_a_difference_is_named_on_every_rank(change: dict[str, Any], said: tuple[str, str]) -> None:
+    for kind, message in told([GOOD, replace(GOOD, **change), GOOD]):
+        assert kind is errors.RankMismatch
+        assert f"disagree on {said[0]}" in message and said[1] in message
+
+
+@pytest.mark.parametrize("kind", head.FAULTS)
+def test_a_fault_on_one_rank_has_its_class_and_text_on_every_rank(kind: type[errors.MoeCommError]) -> None:
+    found = told([GOOD, replace(GOOD, fault=kind("7 is not 8"))])
+    assert found[1] == (kind, "7 is not 8")
+    assert found[0] == (kind, "rank 1: 7 is not 8")
+
+
+def test_a_fault_comes_before_the_differences_it_causes() -> None:
+    bad = replace(GOOD, hidden=0, fault=errors.InputError("x has one dimension"))
+    assert [kind for kind, _ in told([GOOD, bad])] == [errors.InputError] * 2

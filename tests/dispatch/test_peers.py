@@ -1,0 +1,66 @@
+"""What became of a rank's process, and which backend errors are about peers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from moe_comm.dispatch.channel import Channel
+from moe_comm.dispatch.peers import Process, _stat
+from moe_comm.errors import PeerDied, PeerTimeout
+
+
+def test_the_own_process_is_alive_and_others_hosts_are_not_judged() -> None:
+    own = Process.own()
+    assert own.fate(own.host) == "alive"
+    assert replace(own, host=own.host + 1).fate(own.host) == "on another host"
+
+
+def test_a_process_that_took_over_the_pid_is_another_one() -> None:
+    own = Process.own()
+    assert replace(own, started=own.started - 1).fate(own.host) == "ended"
+
+
+def test_stopped_ended_and_unreaped_processes_are_told_apart() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    stat = _stat(child.pid)
+    assert stat is not None
+    process = Process(Process.own().host, child.pid, stat[1])
+    assert process.fate(process.host) == "alive"
+    child.send_signal(signal.SIGSTOP)
+    os.waitpid(child.pid, os.WUNTRACED)
+    assert process.fate(process.host) == "stopped"
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert process.fate(process.host) == "ended", "a zombie has ended"
+    child.communicate()
+    assert process.fate(process.host) == "ended"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("Timed out waiting 4000ms for recv operation to complete", PeerTimeout),
+        ("Operation timed out!", PeerTimeout),
+        ("Read error [127.0.0.1]:37014: Connection reset by peer", PeerDied),
+        ("Connection closed by peer [127.0.0.1]:37014", PeerDied),
+        ("Application timeout caused pair closure", PeerTimeout),
+        ("NCCL error: remote process exited or there was a network error", PeerDied),
+        ("Split sizes doesn't match total dim 0 size", None),
+        ("Invalid scalar type", None),
+    ],
+)
+def test_backend_errors_become_ours_only_where_they_are_about_peers(text: str, kind: type | None) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        channel = Channel(dist.group.WORLD, 0, 1, 1.0)
+        found = channel._explain(text, 1.0, "dispatch (call 1)")
+    finally:
+        dist.destroy_process_group()
+    assert found is None if kind is None else type(found) is kind

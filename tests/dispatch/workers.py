@@ -1,0 +1,382 @@
+"""What the ranks of the contract suite do. Results travel as CPU tensors by value."""
+
+from __future__ import annotations
+
+import os
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from moe_comm.dispatch import Dispatcher, DispatchOptions, Layout, make_dispatcher
+from moe_comm.dispatch.local import LocalDispatcher
+from moe_comm.topology import ExpertPlacement
+from tests.dispatch import cases
+from tests.dispatch.cases import Batch, Case
+
+
+@dataclass(frozen=True)
+class Job:
+    """backend: of ``make_dispatcher``, or "plain" for the reference. device: where the tensors are."""
+
+    backend: str
+    device: str = "cpu"
+    timeout_s: float = 30.0
+    checked: bool = True
+    deterministic: bool = True
+    how: str = ""
+
+    @property
+    def options(self) -> DispatchOptions:
+        return DispatchOptions(self.timeout_s, self.deterministic, self.checked)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one rank. experts_grad: of this rank's experts. rows_RD: as dispatch gave them."""
+
+    y_TD: Tensor
+    x_grad_TD: Tensor
+    weights_grad_TK: Tensor | None
+    experts_grad: Tensor
+    rows_RD: Tensor
+    rows_per_expert: tuple[int, ...]
+    num_dropped: int
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Fresh tensors are full of NaN (bytes: of 255, which is NaN in every float format)."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class _Copy(torch.autograd.Function):
+    """Fresh memory in both directions: the bits of a GEMM depend on how its operands are aligned."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clone()
+
+
+def run_experts(rows_RD: Tensor, counts: tuple[int, ...], experts: Tensor) -> Tensor:
+    """One expert after another, in fp32."""
+    out, start = [], 0
+    for weight, count in zip(experts, counts, strict=True):
+        rows, weight = _Copy.apply(rows_RD[start : start + count].float()), _Copy.apply(weight)
+        out.append(_Copy.apply(rows @ weight if weight.dim() == 2 else rows * weight).to(rows_RD.dtype))
+        start += count
+    return torch.cat([*out, rows_RD[:0]])
+
+
+def layer(dispatcher: Dispatcher, case: Case, part: Batch, experts: Tensor) -> Result:
+    """Forward and backward of dispatch, experts, combine."""
+    x_TD = part.x_TD.clone().requires_grad_()
+    weights_TK = part.weights_TK.clone().requires_grad_(case.weights_grad)
+    experts = experts.clone().requires_grad_()
+    ids_TK = part.ids_TK
+    seen: list[Any] = []
+
+    def forward(x_TD: Tensor, weights_TK: Tensor) -> Tensor:
+        ids = ids_TK
+        if case.strided:
+            view = cases.strided(x_TD.detach())
+            x_TD = x_TD.as_strided(x_TD.shape, x_TD.stride()) if view.numel() == 0 else _Restride.apply(x_TD)
+            ids = cases.strided(ids)
+        rows, layout = (d := dispatcher.dispatch(x_TD, ids, label=case.name)).rows_RD, d.layout
+        seen.append((rows.detach().clone(), layout))
+        out = run_experts(rows, layout.rows_per_expert, experts)
+        return dispatcher.combine(out, weights_TK, layout)
+
+    if case.checkpoint:
+        y_TD = checkpoint(forward, x_TD, weights_TK, use_reentrant=case.checkpoint == "reentrant")
+    else:
+        y_TD = forward(x_TD, weights_TK)
+    y_TD.backward(cases.strided(part.grad_TD) if case.strided else part.grad_TD)
+    rows_RD, layout = seen[-1]
+    assert x_TD.grad is not None
+    grad_TK = weights_TK.grad
+    assert experts.grad is not None or not len(experts) or case.checkpoint
+    grad = torch.zeros_like(experts) if experts.grad is None else experts.grad
+    return Result(
+        y_TD.detach().cpu(),
+        x_TD.grad.cpu(),
+        None if grad_TK is None else grad_TK.cpu(),
+        grad.cpu(),
+        rows_RD.cpu(),
+        layout.rows_per_expert,
+        layout.num_dropped,
+    )
+
+
+class _Restride(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor) -> Tensor:
+        return cases.strided(x_TD)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> Tensor:
+        return grad_TD.contiguous()
+
+
+def to_device(batch: Batch, device: str) -> Batch:
+    return Batch(*(t.to(device) for t in (batch.x_TD, batch.ids_TK, batch.weights_TK, batch.grad_TD)))
+
+
+def build(case: Case, group: Any, job: Job, rank: int, world: int) -> Dispatcher:
+    """The dispatcher for one case."""
+    if job.backend == "plain":
+        return LocalDispatcher(ExpertPlacement.balanced(case.num_experts, 1), None, 0, job.options)
+    return make_dispatcher(
+        case.num_experts,
+        group,
+        job.backend,
+        experts_per_rank=case.experts_per_rank(world),
+        options=job.options,
+        device=job.device,
+    )
+
+
+def run_case(case: Case, job: Job, group: Any, rank: int, world: int) -> Result:
+    batch, experts = cases.make(case)
+    dispatcher = build(case, group, job, rank, world)
+    part = to_device(batch.part(case, rank, world), job.device)
+    own = experts[dispatcher.local_experts.start : dispatcher.local_experts.stop].to(job.device)
+    with poisoned():
+        # Rows full of NaN first: what a backend keeps and uses again holds poison, too.
+        poison = part.x_TD.detach() * float("nan")
+        dispatched = dispatcher.dispatch(poison, part.ids_TK)
+        dispatcher.combine(dispatched.rows_RD, part.weights_TK, dispatched.layout)
+        del dispatched
+        return layer(dispatcher, case, part, own)
+
+
+def run_cases(rank: int, world: int, job: Job) -> dict[str, Result | str]:
+    """Every case, by name; the traceback where one failed."""
+    results: dict[str, Result | str] = {}
+    group = dist.group.WORLD
+    for case in cases.CASES:
+        try:
+            results[case.name] = run_case(case, job, group, rank, world)
+        except Exception:
+            results[case.name] = traceback.format_exc()
+            break  # the ranks may not be in step any more
+    return results
+
+
+# --- several calls ---
+
+
+def in_flight(rank: int, world: int, job: Job) -> list[bool]:
+    """Two dispatches before their combines, in both orders; equal to one after the other?"""
+    group = dist.group.WORLD
+    pair = [cases.BY_NAME["plain"], replace(cases.BY_NAME["some slots dropped"], num_experts=8, seed=3)]
+    dispatcher = build(pair[0], group, job, rank, world)
+    parts = [to_device(cases.make(case)[0].part(case, rank, world), job.device) for case in pair]
+
+    def run(order: Callable[[list[Any]], list[int]], together: bool) -> list[Tensor]:
+        xs = [part.x_TD.clone().requires_grad_() for part in parts]
+        ws = [part.weights_TK.clone().requires_grad_() for part in parts]
+        sent: list[Any] = []
+        ys: dict[int, Tensor] = {}
+        for i, part in enumerate(parts):
+            sent.append(dispatcher.dispatch(xs[i], part.ids_TK, label=str(i)))
+            if not together:
+                ys[i] = dispatcher.combine(sent[i].rows_RD * 2, ws[i], sent[i].layout)
+        for i in order([0, 1]) if together else []:
+            ys[i] = dispatcher.combine(sent[i].rows_RD * 2, ws[i], sent[i].layout)
+        torch.autograd.backward([ys[0], ys[1]], [part.grad_TD for part in parts])
+        return [ys[0], ys[1], *(t.grad for t in (*xs, *ws) if t.grad is not None)]
+
+    alone = run(list, False)
+    both = [run(order, True) for order in (list, lambda pair: pair[::-1])]
+    return [all(map(torch.equal, alone, other)) for other in both]
+
+
+def many_shapes(rank: int, world: int, job: Job) -> list[str]:
+    """Calls whose tokens, top-k, hidden size and dtype change every time; the names of those with other bits."""
+    g = torch.Generator().manual_seed(7)
+    dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
+    reference = build(cases.BY_NAME["plain"], None, replace(job, backend="plain"), 0, 1)
+    wrong = []
+    for i in range(60):
+        tokens, hidden, top_k, dtype = (int(torch.randint(0, n, (), generator=g)) for n in (90, 70, 8, 3))
+        case = Case(
+            f"shape {i}",
+            tokens=tokens,
+            hidden=hidden + 1,
+            top_k=top_k + 1,
+            dtype=(torch.float32, torch.bfloat16, torch.float16)[dtype],
+            routing=("duplicates", "dropped", "one_expert")[i % 3],
+            split=("uneven", "even", "last")[i % 3],
+            seed=i,
+        )
+        batch, _ = cases.make(case)
+        ones = torch.ones(8, case.hidden, device=job.device)
+        own = dispatcher.local_experts
+        whole = layer(reference, case, to_device(batch, job.device), ones)
+        mine = layer(dispatcher, case, to_device(batch.part(case, rank, world), job.device), ones[own.start : own.stop])
+        sizes = case.tokens_per_rank(world)
+        rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+        same = torch.equal(mine.y_TD, whole.y_TD[rows]) and torch.equal(mine.x_grad_TD, whole.x_grad_TD[rows])
+        if not same or not torch.equal(mine.weights_grad_TK, whole.weights_grad_TK[rows]):
+            wrong.append(str(case))
+    return wrong
+
+
+# --- what goes wrong ---
+
+Told = tuple[str, str]
+
+
+def caught(action: Callable[[], Any]) -> Told:
+    """Name and text of what ``action`` raises."""
+    try:
+        action()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def _good(dispatcher: Dispatcher, job: Job, **changes: Any) -> tuple[Tensor, Tensor]:
+    """A usable call: x and ids."""
+    g = torch.Generator().manual_seed(5)
+    hidden, top_k, dtype = changes.get("hidden", 8), changes.get("top_k", 2), changes.get("dtype", torch.float32)
+    x_TD = torch.randn(6, hidden, generator=g).to(dtype).to(job.device)
+    ids_TK = torch.randint(0, dispatcher.num_experts, (6, top_k), generator=g).to(job.device)
+    return x_TD, ids_TK.to(changes.get("ids_dtype", torch.int64))
+
+
+def _dispatch_with(dispatcher: Dispatcher, job: Job, **changes: Any) -> tuple[Tensor, Layout]:
+    x_TD, ids_TK = _good(dispatcher, job, **changes)
+    if "bad_id" in changes:
+        ids_TK[4, 1] = changes["bad_id"]
+    if "flat" in changes:
+        x_TD = x_TD[0]
+    if "grad" in changes:
+        x_TD.requires_grad_()
+    found = dispatcher.dispatch(x_TD, ids_TK, label=changes.get("label", "moe.3"))
+    return found.rows_RD, found.layout
+
+
+INPUT_FAULTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "id = E": ("RoutingError", "expert id 8 of token 4, slot 1", {"bad_id": 8}),
+    "id = INT_MAX": ("RoutingError", "expert id 2147483647", {"bad_id": 2**31 - 1}),
+    "id = INT_MAX as int32": ("RoutingError", "2147483647", {"bad_id": 2**31 - 1, "ids_dtype": torch.int32}),
+    "id = LONG_MIN": ("RoutingError", "expert id -9223372036854775808", {"bad_id": -(2**63)}),
+    "invalid logits": ("RoutingError", "NaN or all -Inf", {"bad_id": -2}),
+    "x of one dimension": ("InputError", "needs x", {"flat": True}),
+    "ids of floats": ("InputError", "int64 or int32", {"ids_dtype": torch.float32}),
+    "hidden differs": ("RankMismatch", "hidden", {"hidden": 9}),
+    "dtype differs": ("RankMismatch", "dtype", {"dtype": torch.bfloat16}),
+    "top-k differs": ("RankMismatch", "top-k", {"top_k": 3}),
+    "requires_grad differs": ("RankMismatch", "requires_grad", {"grad": True}),
+    "layer differs": ("RankMismatch", "moe.4", {"label": "moe.4"}),
+}
+"""What only the last rank does -> the error and part of its text, both expected on every rank."""
+
+
+def faults(rank: int, world: int, job: Job) -> dict[str, tuple[Told, bool]]:
+    """Each fault on the last rank only: what this rank raises, and whether the next call works as ever."""
+    dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
+    found = {}
+    expected = _dispatch_with(dispatcher, job)[0]
+    for name, (_, _, changes) in INPUT_FAULTS.items():
+        told = caught(lambda changes=changes: _dispatch_with(dispatcher, job, **(changes if rank == world - 1 else {})))
+        found[name] = told, torch.equal(expected, _dispatch_with(dispatcher, job)[0])
+    return found
+
+
+def order_of_calls(rank: int, world: int, job: Job) -> tuple[Told, bool]:
+    """The last rank dispatches where the others combine."""
+    dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
+    rows, layout = _dispatch_with(dispatcher, job)
+    weights = torch.ones(6, 2, device=job.device)
+
+    def act() -> None:
+        if rank == world - 1:
+            _dispatch_with(dispatcher, job)
+        else:
+            dispatcher.combine(rows, weights, layout)
+
+    told = caught(act)
+    return told, torch.equal(rows, _dispatch_with(dispatcher, job)[0])
+
+
+def bad_combine(rank: int, world: int, job: Job) -> tuple[Told, bool]:
+    """The last rank gives combine rows of another width."""
+    dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
+    rows, layout = _dispatch_with(dispatcher, job)
+    wrong = torch.zeros(rows.shape[0], rows.shape[1] + 1, device=job.device)
+    weights = torch.ones(6, 2, device=job.device)
+    told = caught(lambda: dispatcher.combine(wrong if rank == world - 1 else rows, weights, layout))
+    return told, torch.equal(rows, _dispatch_with(dispatcher, job)[0])
+
+
+def construction(rank: int, world: int, job: Job) -> dict[str, Told]:
+    """The last rank builds another dispatcher than the rest."""
+    last, group = rank == world - 1, dist.group.WORLD
+    sizes = ([2] * world, [2 * world, *[0] * (world - 1)])
+    return {
+        "number of experts": caught(lambda: make_dispatcher(2 * world + last, group, job.backend, options=job.options)),
+        "experts per rank": caught(
+            lambda: make_dispatcher(2 * world, group, job.backend, experts_per_rank=sizes[last], options=job.options)
+        ),
+        "bad sizes on one rank": caught(
+            lambda: make_dispatcher(
+                2 * world, group, job.backend, experts_per_rank=[1] if last else None, options=job.options
+            )
+        ),
+        "unknown backend on one rank": caught(
+            lambda: make_dispatcher(2 * world, group, "smoke" if last else job.backend, options=job.options)
+        ),
+    }
+
+
+def never_calls(rank: int, world: int, job: Job) -> list[Told]:
+    """Rank 1 builds and then does nothing; the others dispatch, twice."""
+    group = dist.new_group()
+    dispatcher = build(cases.BY_NAME["plain"], group, job, rank, world)
+    told = []
+    if rank != 1:
+        told = [caught(lambda: _dispatch_with(dispatcher, job)) for _ in range(2)]
+    dist.barrier()
+    return told
+
+
+def lose_a_rank(rank: int, world: int, job: Job) -> tuple[Told, Told]:
+    """Rank 1 is killed or stopped between dispatch and combine (job.how: SIGKILL, SIGSTOP), or in backward."""
+    dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
+    name, _, where = job.how.partition(" ")
+    x_TD, ids_TK = _good(dispatcher, job)
+    found = dispatcher.dispatch(x_TD.requires_grad_(), ids_TK, label="moe.3")
+    weights_TK = torch.ones(6, 2, device=job.device, requires_grad=True)
+    dist.barrier()
+
+    def die() -> None:
+        if rank == 1:
+            os.kill(os.getpid(), signal.Signals[name])
+
+    if where == "backward":
+        y_TD = dispatcher.combine(found.rows_RD, weights_TK, found.layout)
+        die()
+        told = caught(lambda: y_TD.sum().backward())
+    else:
+        die()
+        told = caught(lambda: dispatcher.combine(found.rows_RD, weights_TK, found.layout))
+    return told, caught(lambda: dispatcher.dispatch(x_TD, ids_TK))

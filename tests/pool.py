@@ -1,0 +1,255 @@
+"""Ranks for tests: processes that stay up between tests, a deadline on everything, stacks when it passes.
+
+    with RankPool(2) as pool:
+        results = pool.run(work, arg, timeout=60)     # work(rank, world, arg), a module-level function
+
+Each rank is a process with one torch thread, in which torch.distributed's default group is gloo over a
+FileStore on loopback. Functions go by import path, arguments and results by pickled bytes (tensors by
+value), so nothing is shared but what the code under test shares.
+
+What a run does when something goes wrong:
+
+    a rank raises       the others get ``grace`` seconds to end by themselves, then RankFailure
+    a rank dies         the same, unless the test said expect_dead={rank}
+    the deadline        every rank prints its stacks (SIGUSR1, faulthandler), all are killed, RankFailure
+
+A pool some rank of which did not come back starts afresh on its next run.
+
+The processes come from multiprocessing's fork server, which has imported torch and nothing else: clean
+processes as with "spawn", in 50 ms each and not in the two core-seconds that importing torch takes.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+GROUP_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 120.0
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+Work = Callable[[int, int, Any], Any]
+
+
+class RankFailure(AssertionError):
+    """Some rank raised, died, or did not come back before the deadline.
+
+    errors: rank -> (name of the exception's type, message); "ProcessDied" and "Deadline" are the pool's own.
+    """
+
+    def __init__(self, errors: dict[int, tuple[str, str]], details: dict[int, str]) -> None:
+        self.errors = errors
+        lines = [f"{len(errors)} rank(s) failed"]
+        for rank in sorted(errors):
+            name, message = errors[rank]
+            lines.append(f"--- rank {rank}: {name}: {message}")
+            lines.append(details.get(rank, "").rstrip())
+        super().__init__("\n".join(lines))
+
+
+class RankPool:
+    """``world`` rank processes; a context manager. Ranks start on the first run."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._folder = Path(tempfile.mkdtemp(prefix="rank_pool_"))
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._generation = 0
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank; starts the ranks if they are not up."""
+        self._ensure_up()
+        return [process.pid for process in self._processes]
+
+    def run(
+        self,
+        work: Work,
+        arg: Any = None,
+        timeout: float = 60.0,
+        *,
+        expect_dead: Collection[int] = (),
+        grace: float = 5.0,
+    ) -> list[Any]:
+        """Call ``work(rank, world, arg)`` on every rank and return the results by rank.
+
+        Args:
+            timeout: seconds until every rank's stacks are printed and all are killed.
+            expect_dead: ranks that die or stop on purpose; they are not waited for, and their result is None.
+            grace: seconds the other ranks get once one has failed.
+
+        Raises:
+            RankFailure: see ``RankFailure.errors``.
+        """
+        self._ensure_up()
+        message = pickle.dumps((work.__module__, work.__qualname__, arg, timeout))
+        for pipe in self._pipes:
+            pipe.send_bytes(message)
+        results: list[Any] = [None] * self.world
+        errors: dict[int, tuple[str, str]] = {}
+        details: dict[int, str] = {}
+        waiting = set(range(self.world)) - set(expect_dead)
+        deadline = time.monotonic() + timeout
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            ready = wait([self._pipes[rank] for rank in waiting], left)
+            for rank in [rank for rank in waiting if self._pipes[rank] in ready]:
+                waiting.discard(rank)
+                try:
+                    failed, *answer = pickle.loads(self._pipes[rank].recv_bytes())
+                except (EOFError, OSError):
+                    self._processes[rank].join(5)
+                    failed, answer = "ProcessDied", [f"exit code {self._processes[rank].exitcode}", ""]
+                if failed:
+                    errors[rank], details[rank] = (failed, answer[0]), answer[1]
+                    deadline = min(deadline, time.monotonic() + grace)
+                else:
+                    results[rank] = answer[0]
+        if waiting:
+            details |= self._stacks(waiting)
+            for rank in waiting:
+                errors[rank] = ("Deadline", f"did not come back (timeout {timeout} s, {grace} s after a failure)")
+        if expect_dead or waiting or any(name == "ProcessDied" for name, _ in errors.values()):
+            self._kill()
+        if errors:
+            raise RankFailure(errors, details)
+        return results
+
+    def close(self) -> None:
+        """End every rank: politely, then with SIGKILL."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(5)
+        self._kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _ensure_up(self) -> None:
+        if self._processes:
+            return
+        self._generation += 1
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["numpy", "torch", "torch.distributed"])
+        store = str(self._folder / f"store{self._generation}")
+        with _environment(ONE_THREAD):
+            for rank in range(self.world):
+                ours, theirs = context.Pipe()
+                args = (rank, self.world, store, str(self._stack_file(rank)), theirs, dict(os.environ), list(sys.path))
+                process = context.Process(target=_rank_main, args=args, name=f"rank{rank}", daemon=True)
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._pipes.append(ours)
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                up = pipe.poll(START_TIMEOUT_S)
+                failed = pickle.loads(pipe.recv_bytes()) if up else f"not up within {START_TIMEOUT_S} s"
+            except EOFError:
+                failed = "died while starting"
+            if failed:
+                self._kill()
+                raise RankFailure({rank: ("StartFailed", failed)}, {})
+
+    def _stack_file(self, rank: int) -> Path:
+        return self._folder / f"stacks{self._generation}.{rank}"
+
+    def _stacks(self, ranks: Collection[int]) -> dict[int, str]:
+        """Ask ``ranks`` for their Python stacks and collect what comes within two seconds."""
+        for rank in ranks:
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        end = time.monotonic() + 2
+        while time.monotonic() < end and not all(self._stack_file(rank).stat().st_size for rank in ranks):
+            time.sleep(0.02)
+        time.sleep(0.1)  # the files are being written; nothing but the message depends on it
+        found = {rank: self._stack_file(rank).read_text() or "(no stacks: stopped)" for rank in ranks}
+        for rank, text in sorted(found.items()):
+            print(f"--- stacks of rank {rank} (pid {self._processes[rank].pid})\n{text}", file=sys.stderr)
+        return found
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _rank_main(
+    rank: int, world: int, store: str, stack_file: str, pipe: Connection, environment: dict[str, str], path: list[str]
+) -> None:
+    os.environ.update(environment)
+    sys.path[:] = path
+    stacks = open(stack_file, "w")  # noqa: SIM115  faulthandler writes to it until the process ends
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        file_store = dist.FileStore(store, world)
+        dist.init_process_group(
+            "gloo", store=file_store, rank=rank, world_size=world, timeout=timedelta(seconds=GROUP_TIMEOUT_S)
+        )
+    except Exception:
+        pipe.send_bytes(pickle.dumps(traceback.format_exc()))
+        return
+    pipe.send_bytes(pickle.dumps(""))
+    while True:
+        try:
+            module, name, arg, timeout = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            os._exit(0)  # destructors of process groups may wait for peers that have gone
+        # If the parent is killed nobody else ends a rank that hangs.
+        faulthandler.dump_traceback_later(timeout + 60, exit=True)
+        try:
+            answer = pickle.dumps(("", _find(module, name)(rank, world, arg)))
+        except BaseException as error:
+            answer = pickle.dumps((type(error).__name__, str(error), traceback.format_exc()))
+        faulthandler.cancel_dump_traceback_later()
+        pipe.send_bytes(answer)
+
+
+def _find(module: str, name: str) -> Work:
+    found = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found  # type: ignore[return-value]

@@ -1,0 +1,77 @@
+"""The rank pool itself: results by rank, failures with their rank, deadlines with stacks, restarts."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.pool import RankFailure, RankPool
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+def add_up(rank: int, world: int, arg: int) -> torch.Tensor:
+    total = torch.tensor([rank + arg])
+    dist.all_reduce(total)
+    return total
+
+
+def fail_on_one(rank: int, world: int, arg: Any) -> None:
+    if rank == 1:
+        raise ValueError("only here")
+    dist.barrier()
+
+
+def hang(rank: int, world: int, arg: Any) -> None:
+    if rank == 0:
+        dist.barrier()
+
+
+def die(rank: int, world: int, how: int) -> str:
+    if rank == 1:
+        os.kill(os.getpid(), how)
+    return "alive"
+
+
+def test_results_come_by_rank(pool: RankPool) -> None:
+    assert [int(total) for total in pool.run(add_up, 10)] == [21, 21]
+
+
+def test_a_rank_that_raises_does_not_leave_the_others_until_the_deadline(pool: RankPool) -> None:
+    with pytest.raises(RankFailure) as failure:
+        pool.run(fail_on_one, timeout=60, grace=0.5)
+    assert failure.value.errors[1] == ("ValueError", "only here")
+    assert "fail_on_one" in str(failure.value)
+    assert [int(total) for total in pool.run(add_up, 1)] == [3, 3]
+
+
+def test_the_deadline_prints_stacks_and_the_pool_starts_again(
+    pool: RankPool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RankFailure) as failure:
+        pool.run(hang, timeout=1)
+    assert failure.value.errors.keys() == {0} and failure.value.errors[0][0] == "Deadline"
+    assert "in hang" in str(failure.value) and "in hang" in capfd.readouterr().err
+    assert [int(total) for total in pool.run(add_up, 1)] == [3, 3]
+
+
+def test_an_unexpected_death_is_a_failure(pool: RankPool) -> None:
+    with pytest.raises(RankFailure) as failure:
+        pool.run(die, signal.SIGKILL, timeout=10)
+    assert failure.value.errors == {1: ("ProcessDied", "exit code -9")}
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_expected_death_is_not(pool: RankPool, how: int) -> None:
+    assert pool.run(die, how, timeout=10, expect_dead={1}) == ["alive", None]
+    assert len(set(pool.pids)) == 2
