@@ -1,1 +1,65 @@
-"""Mixture-of-Experts layers whose experts live on different ranks."""
+"""Mixture-of-Experts layers whose experts live on different ranks: one API from a laptop to a GPU cluster.
+
+The names below load their modules on first use, so that ``import moe_comm`` costs little and needs no extra.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+from moe_comm.runtime import cpu_guard
+
+if TYPE_CHECKING:
+    from moe_comm.dispatch import Dispatcher, DispatchOptions, make_dispatcher
+    from moe_comm.integrations.hugging_face import gather_state_dict, save_swapped, swap_moe
+    from moe_comm.layers import Experts, MoEConfig, MoELayer, Router, RouterConfig, check_grads
+
+_HOME = {
+    "Dispatcher": "moe_comm.dispatch",
+    "DispatchOptions": "moe_comm.dispatch",
+    "make_dispatcher": "moe_comm.dispatch",
+    "Experts": "moe_comm.layers",
+    "MoEConfig": "moe_comm.layers",
+    "MoELayer": "moe_comm.layers",
+    "Router": "moe_comm.layers",
+    "RouterConfig": "moe_comm.layers",
+    "check_grads": "moe_comm.layers",
+    "gather_state_dict": "moe_comm.integrations.hugging_face",
+    "save_swapped": "moe_comm.integrations.hugging_face",
+    "swap_moe": "moe_comm.integrations.hugging_face",
+}
+
+__all__ = [
+    "DispatchOptions",
+    "Dispatcher",
+    "Experts",
+    "MoEConfig",
+    "MoELayer",
+    "Router",
+    "RouterConfig",
+    "check_grads",
+    "gather_state_dict",
+    "make_dispatcher",
+    "save_swapped",
+    "swap_moe",
+]
+
+# Before torch's first matmul, and only on machines where bf16 would otherwise kill the process.
+cpu_guard.apply()
+
+if "transformers" in sys.modules:
+    from moe_comm.integrations.hugging_face import register
+
+    register()
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,125 @@
+"""Types of the native core (csrc/bindings.cpp). Addresses are plain integers; the caller keeps what they point to alive.
+
+dtype codes: 0 float32, 1 bfloat16, 2 float16. Strides are in elements. ``compared``: the header's compared words.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+class HandshakeFailed(Exception):
+    """``headers``: what each rank said, as packed by ``pack_header``."""
+
+    headers: list[bytes]
+
+class Heap:
+    """A growing segment of shared memory; private memory where ``name`` is empty."""
+
+    def __init__(
+        self, name: str, control_bytes: int = 0, initial_bytes: int = 0, reserve_bytes: int = 1 << 38
+    ) -> None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def used(self) -> int: ...
+    @property
+    def peak(self) -> int: ...
+    @property
+    def blocks(self) -> int: ...
+    def unlink(self) -> None: ...
+    def owns(self, address: int, num_bytes: int, /) -> bool: ...
+    def tensor(self, rows: int, columns: int, dtype: int) -> Any: ...
+
+class Communicator:
+    """Flags and mailboxes between the ranks that share heaps."""
+
+    def __init__(
+        self,
+        heap: Heap,
+        rank: int,
+        world: int,
+        timeout_s: float,
+        spin_us: float,
+        first_progress: int = 0,
+        watch_pids: bool = True,
+    ) -> None: ...
+    @staticmethod
+    def control_bytes() -> int: ...
+    def attach(self, names: Sequence[str], /) -> None: ...
+    def set_step(self, step: int, /) -> None: ...
+    def set_timeout(self, seconds: float, /) -> None: ...
+    def check_peers(self) -> None: ...
+    def pids(self) -> list[int]: ...
+
+class Layout:
+    """Where one dispatch put the rows."""
+
+    @property
+    def rows_per_expert(self) -> tuple[int, ...]: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def dropped(self) -> int: ...
+
+class Transfer:
+    """Dispatch, combine and their backward passes over one communicator; without one, all experts are here."""
+
+    def __init__(
+        self, communicator: Communicator | None, heap: Heap, expert_offsets: Sequence[int], threads: int
+    ) -> None: ...
+    def send(
+        self,
+        compared: Sequence[int],
+        label: str,
+        fault: int,
+        text: str,
+        x: int,
+        x_stride: int,
+        ids: int,
+        tokens: int,
+        top_k: int,
+        hidden: int,
+        dtype: int,
+        /,
+    ) -> tuple[Any, Layout]: ...
+    def sum(
+        self,
+        compared: Sequence[int],
+        label: str,
+        layout: Layout,
+        rows: int,
+        rows_stride: int,
+        weights: int,
+        y: int,
+        /,
+    ) -> None: ...
+    def spread(
+        self,
+        compared: Sequence[int],
+        label: str,
+        layout: Layout,
+        grad: int,
+        grad_stride: int,
+        rows: int,
+        rows_stride: int,
+        weights: int,
+        weight_grads: bool,
+        grad_weights: int,
+        /,
+    ) -> Any: ...
+
+def swiglu_forward(h: int, h_stride: int, act: int, rows: int, width: int, dtype: int, threads: int) -> None: ...
+def swiglu_backward(
+    h: int, h_stride: int, grad_act: int, grad_h: int, act: int, rows: int, width: int, dtype: int, threads: int
+) -> None: ...
+def bare_gather(src: int, index: int, dst: int, count: int, row_bytes: int, threads: int, /) -> None: ...
+def bare_weighted_sum(
+    dst: int, src: int, weights: int, tokens: int, top_k: int, hidden: int, dtype: int, threads: int, /
+) -> None: ...
+def pack_header(compared: Sequence[int], label: str, fault: int, text: str, /) -> bytes: ...
+def sweep_stale(prefix: str, /) -> int: ...
+def isa() -> str: ...
+def isas() -> list[str]: ...
+def set_isa(name: str, /) -> bool: ...
+def cuda_probe() -> str | None: ...

@@ -1,0 +1,161 @@
+"""The two places where transformers lets a library bring its own experts.
+
+``ExpertsInterface``, by ``from_pretrained(..., experts_implementation="moe_comm")``: how the experts that a module
+holds are computed. On one rank that is the whole layer; under transformers' own expert parallelism it is each rank's
+part, where ids are local and ``num_experts`` marks a route to another rank.
+
+``EPImplementationInterface``, by ``DistributedConfig(ep_size=..., ep_implementation="moe_comm")``: how tokens reach
+the ranks that hold their experts. Weights are loaded straight into their shards, so no rank ever holds all experts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from moe_comm.dispatch import Dispatcher, make_dispatcher
+from moe_comm.dispatch.base import DROPPED
+from moe_comm.errors import UnsupportedModel
+from moe_comm.integrations.hugging_face.compute import expert_input, run_experts
+from moe_comm.integrations.hugging_face.families import ExpertsLayout, read_layout, require_transformers
+from moe_comm.integrations.hugging_face.swap import mark_invalid
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+NAME = "moe_comm"
+
+# What the forward of a module needs, read once. Not kept on the module, which must stay copyable and picklable.
+_local: WeakKeyDictionary[nn.Module, tuple[ExpertsLayout, Dispatcher]] = WeakKeyDictionary()
+
+
+def register() -> None:
+    """Make ``"moe_comm"`` known to both registries of transformers; calling it again changes nothing.
+
+    Raises:
+        MissingDependency: transformers is not installed, or older than 5.23.
+    """
+    require_transformers()
+    from transformers.distributed.expert_parallel import EPImplementationInterface
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
+
+    if NAME not in ALL_EXPERTS_FUNCTIONS:
+        ExpertsInterface.register(NAME, experts_forward)
+        EPImplementationInterface.register(NAME, _ep_implementation())
+
+
+def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Forward of an experts module with the experts it holds: sort rows, grouped MLP, weighted sum in slot order.
+
+    Args:
+        self: the experts module of transformers.
+        hidden_states: [T, D].
+        top_k_index: [T, K] ids of the module's own experts; under expert parallelism ``self.num_experts`` or more
+            means that the slot is another rank's, and is left out.
+        top_k_weights: [T, K].
+
+    Returns:
+        [T, D] in the dtype of ``hidden_states``.
+
+    Raises:
+        UnsupportedModel: experts of a kind that cannot be computed here.
+        RoutingError: NaN or infinite weights, or ids out of range.
+    """
+    layout, dispatcher = _local_experts(self)
+    ids_TK = mark_invalid(top_k_index, top_k_weights)
+    if self._is_expert_parallel:
+        ids_TK = ids_TK.masked_fill(ids_TK >= self.num_experts, DROPPED)
+    sent = dispatcher.dispatch(expert_input(hidden_states, self.gate_up_proj), ids_TK)
+    rows_RD = run_experts(layout, self, sent.rows_RD, sent.layout.rows_per_expert, dispatcher.empty_rows)
+    return dispatcher.combine(rows_RD, top_k_weights, sent.layout).to(hidden_states.dtype)
+
+
+def _local_experts(module: nn.Module) -> tuple[ExpertsLayout, Dispatcher]:
+    if module not in _local:
+        layout = read_layout(module)
+        _local[module] = layout, make_dispatcher(layout.num_experts)
+    return _local[module]
+
+
+def _shared_dispatcher(num_experts: int, ep_mesh: DeviceMesh, device: torch.device) -> Dispatcher:
+    """One dispatcher for all layers of a model: transformers hands them all one mesh object, so it is kept there."""
+    holder: Any = ep_mesh
+    kept: dict[int, Dispatcher] = vars(holder).setdefault("_moe_comm_dispatchers", {})
+    if num_experts not in kept:
+        kept[num_experts] = make_dispatcher(num_experts, ep_mesh.get_group(), device=device)
+    return kept[num_experts]
+
+
+def _ep_implementation() -> type:
+    """The class is made on demand, as its base class needs transformers."""
+    from transformers.distributed.expert_parallel import EPImplementation
+
+    class MoeCommEP(EPImplementation):  # type: ignore[misc, no-any-unimported, unused-ignore]
+        """Tokens reach their experts through our dispatcher over the expert-parallel mesh.
+
+        With tensor parallelism the ranks of a TP group hold the same batch. Each then takes its own slice of the
+        tokens and the slices are gathered again at the end, so that no token goes through its experts twice:
+
+            tp 0   t0 t1 t2 t3 ─▶ t0 t1 ─▶ dispatch ─▶ experts ─▶ combine ─▶ y0 y1 ─▶ y0 y1 y2 y3
+            tp 1   t0 t1 t2 t3 ─▶ t2 t3 ─▶ dispatch ─▶ experts ─▶ combine ─▶ y2 y3 ─▶ y0 y1 y2 y3
+
+        Experts run as our grouped MLP; kinds it does not know (quantised ones) run by transformers' own forward,
+        fed with rows that are already grouped.
+        """
+
+        def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+            super().__init__(experts, ep_mesh, tp_mesh)
+            self.experts: Any = experts
+            local: Any = self.num_local_experts
+            self.num_experts: int = local * ep_mesh.size()
+            self.layout: ExpertsLayout | None = None
+            self.layout_known = True
+
+        def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            num_tokens = hidden_states.shape[0]
+            if self.tp_mesh.size() > 1:
+                hidden_states, top_k_index, top_k_weights = (
+                    DTensor.from_local(t, self.tp_mesh, [Replicate()], run_check=False)
+                    .redistribute(self.tp_mesh, [Shard(0)])
+                    .to_local()
+                    for t in (hidden_states, top_k_index, top_k_weights)
+                )
+            dispatcher = _shared_dispatcher(self.num_experts, self.ep_mesh, hidden_states.device)
+            ids_TK = mark_invalid(top_k_index, top_k_weights)
+            sent = dispatcher.dispatch(self._input(hidden_states), ids_TK)
+            rows_RD = self._run(sent.rows_RD, sent.layout.rows_per_expert, dispatcher)
+            y_TD = dispatcher.combine(rows_RD, top_k_weights, sent.layout)
+            if self.tp_mesh.size() == 1:
+                return y_TD
+            hidden = y_TD.shape[1]
+            whole = DTensor.from_local(
+                y_TD.contiguous(), self.tp_mesh, [Shard(0)], shape=torch.Size((num_tokens, hidden)), stride=(hidden, 1)
+            )
+            return whole.full_tensor()
+
+        def _input(self, x_TD: Tensor) -> Tensor:
+            # Read here and not when the plan is applied: only in forward are the parameters local and loaded.
+            if self.layout is None and self.layout_known:
+                try:
+                    self.layout = read_layout(self.experts)
+                except UnsupportedModel:
+                    self.layout_known = False
+            return x_TD if self.layout is None else expert_input(x_TD, self.experts.gate_up_proj)
+
+        def _run(self, rows_RD: Tensor, rows_per_expert: tuple[int, ...], dispatcher: Dispatcher) -> Tensor:
+            if self.layout is not None:
+                return run_experts(self.layout, self.experts, rows_RD, rows_per_expert, dispatcher.empty_rows)
+            if not rows_RD.shape[0]:
+                # One row of zeros instead of none, which not every forward takes; its gradients are zeros.
+                one = rows_RD.sum(dim=0, keepdim=True)
+                return self.experts_forward(one, one.new_zeros(1, 1, dtype=torch.int64), one.new_zeros(1, 1))[:0]  # type: ignore[no-any-return]
+            counts = torch.tensor(rows_per_expert, device=rows_RD.device)
+            ids_R1 = torch.arange(len(rows_per_expert), device=rows_RD.device).repeat_interleave(counts).unsqueeze(1)
+            ones_R1 = rows_RD.new_ones(ids_R1.shape)
+            return self.experts_forward(rows_RD, ids_R1, ones_R1).to(rows_RD.dtype)  # type: ignore[no-any-return]
+
+    return MoeCommEP

@@ -1,0 +1,251 @@
+"""Replace the experts of a loaded Hugging Face model by expert-parallel ones.
+
+What is replaced is the *experts* module and not the whole MoE block. Since transformers 5 every family calls it as
+``experts(x_TD, ids_TK, weights_TK)``, so the router, its losses and hooks (``output_router_logits`` records the
+router's output), shared experts and their gates, and gradient checkpointing stay transformers' own code and cannot
+drift from it; one module serves every family, and parameter names do not change.
+
+    before, on every rank           block: router ─▶ ids, weights ─▶ experts 0..7 ─▶ y
+
+    after, 2 ranks      rank 0      block: router ─▶ ids, weights ─▶ dispatch ─╮╭▶ experts 0..3 ─╮╭▶ combine ─▶ y
+                        rank 1      block: router ─▶ ids, weights ─▶ dispatch ─╯╰▶ experts 4..7 ─╯╰▶ combine ─▶ y
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from moe_comm.dispatch import Dispatcher, DispatchOptions, make_dispatcher
+from moe_comm.dispatch.base import INVALID_LOGITS
+from moe_comm.errors import ConfigError, UnsupportedModel
+from moe_comm.integrations.hugging_face.compute import expert_input, run_experts
+from moe_comm.integrations.hugging_face.families import ExpertsLayout, find_experts
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+class EPExperts(nn.Module):
+    """This rank's experts of one MoE block, with the call of transformers' own experts modules.
+
+    Parameters keep transformers' names, layouts and order of experts; dimension 0 is cut to this rank's experts
+    (``dispatcher.local_experts``). Their gradients are complete: dispatch brings the rows of every rank, so nothing
+    is left to sum over the expert-parallel group.
+    """
+
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
+
+    def __init__(self, experts: nn.Module, layout: ExpertsLayout, dispatcher: Dispatcher, label: str) -> None:
+        super().__init__()
+        self.layout = layout
+        self.dispatcher = dispatcher
+        self.label = label
+        self.num_experts = layout.num_experts
+        for name in layout.parameters:
+            self.register_parameter(name, _local_slice(getattr(experts, name), dispatcher.local_experts))
+        for hooks in _HOOKS:
+            getattr(self, hooks).update(getattr(experts, hooks))
+        self._is_full_backward_hook = experts._is_full_backward_hook
+        self.training = experts.training
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Every token's weighted sum over its experts, wherever they are. Collective.
+
+        Args:
+            hidden_states: [T, D]; T may differ between ranks and may be zero.
+            top_k_index: [T, K] global expert ids.
+            top_k_weights: [T, K] routing weights, any floating dtype.
+
+        Returns:
+            [T, D] in the dtype of ``hidden_states``.
+
+        Raises:
+            RoutingError: on every rank, if on any rank a token's weights are NaN or infinite, or ids are out of range.
+        """
+        sent = self.dispatcher.dispatch(
+            expert_input(hidden_states, self.gate_up_proj), mark_invalid(top_k_index, top_k_weights), label=self.label
+        )
+        rows_RD = run_experts(self.layout, self, sent.rows_RD, sent.layout.rows_per_expert, self.dispatcher.empty_rows)
+        return self.dispatcher.combine(rows_RD, top_k_weights, sent.layout).to(hidden_states.dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EPExperts:
+        # A copy holds its own weights but makes its calls over the same ranks.
+        memo[id(self.dispatcher)] = self.dispatcher
+        copied = EPExperts.__new__(EPExperts)
+        memo[id(self)] = copied
+        nn.Module.__init__(copied)
+        vars(copied).update({key: deepcopy(value, memo) for key, value in vars(self).items()})
+        return copied
+
+    def extra_repr(self) -> str:
+        own = self.dispatcher.local_experts
+        held = f"experts {own.start}..{own.stop - 1}" if len(own) else "no experts"
+        return (
+            f"{held} of {self.num_experts}, hidden={self.layout.hidden}, ffn={self.layout.ffn}, "
+            f"dispatcher={self.dispatcher.name}, rank {self.dispatcher.rank} of {self.dispatcher.world}"
+        )
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # A checkpoint of the whole model loads too: each rank takes its own experts out of the full tensors.
+        own = self.dispatcher.local_experts
+        for name in self.layout.parameters:
+            full = state_dict.get(prefix + name)
+            if full is not None and len(own) != self.num_experts and full.shape[0] == self.num_experts:
+                state_dict[prefix + name] = full[own.start : own.stop]
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _local_slice(full: nn.Parameter, own: range) -> nn.Parameter:
+    if len(own) == full.shape[0]:
+        return full
+    # A clone, as a view would keep every expert's memory alive.
+    return nn.Parameter(full.detach()[own.start : own.stop].clone(), requires_grad=full.requires_grad)
+
+
+def mark_invalid(ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """``ids_TK`` with the ids of tokens whose weights are NaN or infinite replaced by ``INVALID_LOGITS``.
+
+    Routers of transformers turn NaN logits into ids that are in range and weights that are NaN; only the weights tell.
+    """
+    finite_T = torch.isfinite(weights_TK.detach()).all(dim=1, keepdim=True)
+    return torch.where(finite_T, ids_TK, INVALID_LOGITS)
+
+
+def swap_moe(
+    model: nn.Module,
+    ep_group: ProcessGroup | None = None,
+    *,
+    backend: str = "auto",
+    options: DispatchOptions | None = None,
+) -> Any:
+    """Make the MoE blocks of a loaded transformers model expert-parallel over ``ep_group``. Collective.
+
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        model = moe_comm.swap_moe(model, dist.group.WORLD)      # this rank now holds its share of the experts
+        loss = model(input_ids, labels=input_ids).loss          # each rank its own batch
+
+    Every rank must hold the same weights before, and feeds its own batch after. Experts are spread in contiguous
+    ranges, as evenly as they go (7 experts on 2 ranks: 4 and 3). Experts that went elsewhere are freed here as soon
+    as nothing else holds them, so build the optimizer afterwards.
+
+    Gradients: those of experts are complete on the rank that holds them. Those of all other parameters cover only
+    this rank's batch: sum them over the ranks (``sum_replicated_gradients``), not their mean, as experts have the sum;
+    and divide the loss by the number of tokens of all ranks. ``DistributedDataParallel`` leaves the experts of a
+    swapped model alone, but takes means; give it a comm hook that sums.
+
+    Generation: ranks must run the same number of forward passes: ``model.generate(..., synced_gpus=True)``.
+
+    Args:
+        model: a ``PreTrainedModel``, or any module that contains one's MoE blocks; changed in place.
+        ep_group: ranks to spread the experts over; None keeps all of them on this rank.
+        backend: how rows move, see ``moe_comm.make_dispatcher``. All blocks share one dispatcher.
+        options: timeouts and checks.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        UnsupportedModel: no MoE block, one of unknown kind, or already distributed by something else; nothing changed.
+        ConfigError: already swapped, or unknown backend.
+    """
+    already = swapped_experts(model)
+    if already:
+        name, first = next(iter(already.items()))
+        raise ConfigError(
+            f"{type(model).__name__} is already swapped ({name} is spread over {first.dispatcher.world} ranks). "
+            "Swap a freshly loaded model; gather_state_dict gives the full weights of this one."
+        )
+    found = find_experts(model)
+    _refuse_conflicts(model, found)
+    device = next(iter(found.values()))[0].get_parameter("down_proj").device
+    dispatchers = {
+        count: make_dispatcher(count, ep_group, backend, options=options, device=device)
+        for count in sorted({layout.num_experts for _, layout in found.values()})
+    }
+    ignored: list[str] = []
+    for name in list(found):
+        experts, layout = found.pop(name)
+        parent, _, child = name.rpartition(".")
+        swapped = EPExperts(experts, layout, dispatchers[layout.num_experts], name)
+        setattr(model.get_submodule(parent), child, swapped)
+        ignored += [f"{name}.{key}" for key in layout.parameters]
+        del experts  # one block at a time, or all full weights stay until the end
+    if max(dispatcher.world for dispatcher in dispatchers.values()) > 1:
+        guard: Any = model
+        # DistributedDataParallel would otherwise overwrite every rank's experts with those of rank 0.
+        guard._ddp_params_and_buffers_to_ignore = [*getattr(model, "_ddp_params_and_buffers_to_ignore", []), *ignored]
+        if hasattr(model, "save_pretrained"):
+            guard.save_pretrained = partial(_refuse_save, type(model).__name__)
+    return model
+
+
+def swapped_experts(model: nn.Module) -> dict[str, EPExperts]:
+    """The swapped experts of ``model`` by module name; empty before ``swap_moe``."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, EPExperts)}
+
+
+def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters of a swapped model that differ between ranks; their gradients need no sum over the ranks."""
+    return {
+        f"{name}.{key}": parameter
+        for name, experts in swapped_experts(model).items()
+        for key, parameter in experts.named_parameters()
+    }
+
+
+def sum_replicated_gradients(model: nn.Module, group: ProcessGroup | None = None) -> None:
+    """Add up over ``group`` the gradients of every parameter of a swapped model that is not an expert's. Collective.
+
+    Args:
+        group: all ranks that hold a part of the batch; None means the default group. Where it is larger than the
+            expert-parallel group, experts have copies, whose gradients remain for the caller to sum.
+    """
+    experts = {id(parameter) for parameter in expert_parameters(model).values()}
+    for parameter in model.parameters():
+        if parameter.requires_grad and id(parameter) not in experts:
+            if parameter.grad is None:  # this rank's batch did not reach it, but another's may have
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=group)
+
+
+def _refuse_conflicts(model: nn.Module, found: dict[str, tuple[nn.Module, ExpertsLayout]]) -> None:
+    if "" in found:
+        raise UnsupportedModel(f"{type(model).__name__} is an experts module itself; swap the model that contains it")
+    for name, (experts, _) in found.items():
+        if any(isinstance(parameter, DTensor) for parameter in experts.parameters()):
+            raise UnsupportedModel(
+                f"{name} is already distributed (its parameters are DTensors). Load the model without "
+                "distributed_config and swap it, or load it with DistributedConfig(ep_implementation='moe_comm')."
+            )
+        if "forward" in vars(experts):
+            raise UnsupportedModel(
+                f"{name} has its forward replaced, by device_map offloading or a kernel; load the model without them"
+            )
+    if getattr(model, "use_kernels", False):
+        raise UnsupportedModel(
+            f"{type(model).__name__} was loaded with use_kernels=True, which may replace whole MoE blocks; "
+            "load it without"
+        )
+
+
+def _refuse_save(kind: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise ConfigError(
+        f"save_pretrained of this {kind} would write this rank's experts only. "
+        "Call moe_comm.integrations.hugging_face.save_swapped(model, folder) on every rank instead."
+    )

@@ -1,0 +1,240 @@
+"""``experts_implementation="moe_comm"`` and ``ep_implementation="moe_comm"`` of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers.distributed import DistributedConfig
+from transformers.distributed.expert_parallel import EPImplementationInterface
+from transformers.integrations.moe import ExpertsInterface
+
+from moe_comm.errors import RoutingError, UnsupportedModel
+from moe_comm.integrations.hugging_face import register, registries, swap_moe
+from tests.integrations.models import (
+    SMALL,
+    assert_close,
+    batch,
+    gradients,
+    load,
+    num_targets,
+    route_to_first_half,
+    save_model,
+    token_loss,
+)
+from tests.pool import RankPool
+
+needs_cpu = pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="transformers puts every rank on the accelerator, one device a rank"
+)
+
+
+@pytest.fixture(scope="module")
+def pool2() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+def test_registering_twice_changes_nothing() -> None:
+    register()
+    first = ExpertsInterface()["moe_comm"], EPImplementationInterface()["moe_comm"]
+    register()
+    assert first == (ExpertsInterface()["moe_comm"], EPImplementationInterface()["moe_comm"])
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_experts_implementation_computes_what_transformers_computes(family: str, saved: Callable[[str], str]) -> None:
+    register()
+    ids = torch.cat(batch())
+    results = []
+    for name in ("eager", "moe_comm"):
+        model = load(saved(family), experts_implementation=name)
+        assert model.config._experts_implementation == name
+        logits = model(ids).logits
+        token_loss(logits, ids, ids.numel()).backward()
+        results.append((logits.detach(), gradients(model)))
+    (expected, expected_grads), (got, grads) = results
+    assert_close(got, expected, "logits")
+    assert grads.keys() == expected_grads.keys()
+    for name, grad in expected_grads.items():
+        assert_close(grads[name], grad, name)
+
+
+def test_experts_implementation_can_be_set_on_a_loaded_model_and_back(saved: Callable[[str], str]) -> None:
+    register()
+    model, ids = load(saved("mixtral")), batch()[0]
+    before = model(ids).logits
+    model.set_experts_implementation("moe_comm")
+    assert_close(model(ids).logits.detach(), before.detach(), "logits")
+    assert_close(deepcopy(model)(ids).logits.detach(), before.detach(), "logits of a copy")
+    model.set_experts_implementation("grouped_mm")
+    assert torch.equal(model(ids).logits, before)
+
+
+def test_routes_to_other_ranks_add_nothing_and_get_no_gradient(saved: Callable[[str], str]) -> None:
+    register()
+    experts = load(saved("mixtral"), experts_implementation="moe_comm").model.layers[0].mlp.experts
+    x_TD, ids_TK = torch.randn(5, 32), torch.tensor([[0, 1], [2, 8], [8, 8], [9, 3], [4, 5]])
+    weights_TK = torch.rand(5, 2).masked_fill(ids_TK >= 8, 0.0).requires_grad_()
+    experts._is_expert_parallel = True
+    got = experts(x_TD, ids_TK, weights_TK)
+    got.sum().backward()
+    experts.config._experts_implementation = "eager"
+    expected = experts(x_TD, ids_TK.clamp(max=8), weights_TK)
+    assert_close(got.detach(), expected.detach(), "output")
+    assert bool((got[2] == 0).all())
+    assert weights_TK.grad is not None and bool((weights_TK.grad[ids_TK >= 8] == 0).all())
+
+
+def test_experts_implementation_reports_nan_weights(saved: Callable[[str], str]) -> None:
+    register()
+    model = load(saved("mixtral"), experts_implementation="moe_comm")
+    embeds = model.get_input_embeddings()(batch()[0]).detach()
+    embeds[1, 2] = float("nan")
+    with pytest.raises(RoutingError, match="NaN"):
+        model(inputs_embeds=embeds)
+
+
+def test_experts_implementation_refuses_experts_it_cannot_compute(saved: Callable[[str], str]) -> None:
+    register()
+    model = load(saved("mixtral"), experts_implementation="moe_comm")
+    model.model.layers[0].mlp.experts.has_post_expert_norm = True
+    with pytest.raises(UnsupportedModel, match="normalises"):
+        model(batch()[0])
+
+
+def run_distributed(rank: int, world: int, arg: tuple[str, dict[str, Any], str]) -> tuple[Any, ...]:
+    """Logits, full gradients and this rank's experts under ``DistributedConfig``; TP ranks share one batch."""
+    folder, sizes, experts_implementation = arg
+    register()
+    results = []
+    for name in ("all_to_all", "moe_comm"):
+        config = DistributedConfig(**sizes, ep_implementation=name)
+        model = load(folder, distributed_config=config, experts_implementation=experts_implementation)
+        model.train()
+        parts = batch(world)
+        ids = parts[rank // sizes["tp_size"]]
+        logits = model(ids, use_cache=False).logits
+        token_loss(logits, ids, num_targets(parts)).backward()
+        grads = {n: _full(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+        held = sum(p.to_local().numel() for n, p in model.named_parameters() if ".experts." in n)
+        total = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
+        results.append((logits.detach(), grads, held / total))
+    return tuple(results)
+
+
+def _full(grad: Tensor) -> Tensor:
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad
+
+
+def check_distributed(results: list[Any], folder: str, tp_size: int, share: float) -> None:
+    expected = [load(folder)(ids).logits.detach() for ids in batch(len(results))]
+    for rank, ((_, hf_grads, _), (logits, grads, held)) in enumerate(results):
+        assert_close(logits, expected[rank // tp_size], f"logits of rank {rank}")
+        assert held == share
+        assert grads.keys() == hf_grads.keys()
+        for name, grad in hf_grads.items():
+            assert_close(grads[name], grad, name)
+
+
+@needs_cpu
+@pytest.mark.parametrize("family", SMALL)
+def test_ep_implementation_on_two_ranks_equals_transformers_own(
+    family: str, saved: Callable[[str], str], pool2: RankPool
+) -> None:
+    sizes = {"tp_size": 1, "fsdp_size": 2, "ep_size": 2}
+    results = pool2.run(run_distributed, (saved(family), sizes, "moe_comm"), timeout=120)
+    check_distributed(results, saved(family), tp_size=1, share=1 / 2)
+
+
+@needs_cpu
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tp_size": 1, "fsdp_size": 4, "ep_size": 2},
+        {"tp_size": 2, "fsdp_size": 2, "ep_size": 4},
+        {"tp_size": 4, "fsdp_size": 1, "ep_size": 4},
+    ],
+    ids=str,
+)
+def test_ep_implementation_with_expert_copies_and_with_tensor_parallelism(
+    sizes: dict[str, int], saved: Callable[[str], str], pool4: RankPool
+) -> None:
+    results = pool4.run(run_distributed, (saved("mixtral"), sizes, "grouped_mm"), timeout=120)
+    check_distributed(results, saved("mixtral"), sizes["tp_size"], share=1 / 4)
+
+
+def run_unknown_experts(rank: int, world: int, arg: tuple[str, dict[str, Any], str]) -> tuple[Any, ...]:
+    def refuse(module: Any) -> Any:
+        raise UnsupportedModel("an unknown kind")
+
+    with mock.patch.object(registries, "read_layout", refuse):
+        return run_distributed(rank, world, arg)
+
+
+@needs_cpu
+def test_ep_implementation_moves_rows_of_experts_that_only_transformers_can_compute(
+    tmp_path: Path, pool2: RankPool
+) -> None:
+    folder = save_model("deepseek_v3", tmp_path, edit=route_to_first_half)
+    sizes = {"tp_size": 1, "fsdp_size": 2, "ep_size": 2}
+    results = pool2.run(run_unknown_experts, (folder, sizes, "grouped_mm"), timeout=120)
+    check_distributed(results, folder, tp_size=1, share=1 / 2)
+
+
+def distributed_nan(rank: int, world: int, folder: str) -> str:
+    register()
+    config = DistributedConfig(tp_size=1, fsdp_size=2, ep_size=2, ep_implementation="moe_comm")
+    model = load(folder, distributed_config=config)
+    embeds = torch.randn(2, 5, 32)
+    if rank == 1:
+        embeds[0, 3] = float("nan")
+    try:
+        model(inputs_embeds=embeds)
+    except RoutingError as error:
+        return str(error)
+    return "no error"
+
+
+@needs_cpu
+def test_ep_implementation_reports_nan_weights_on_every_rank(saved: Callable[[str], str], pool2: RankPool) -> None:
+    assert all("NaN" in message for message in pool2.run(distributed_nan, saved("mixtral")))
+
+
+def swap_distributed(rank: int, world: int, folder: str) -> str:
+    config = DistributedConfig(tp_size=1, fsdp_size=2, ep_size=2)
+    try:
+        swap_moe(load(folder, distributed_config=config))
+    except UnsupportedModel as error:
+        return str(error)
+    return "no error"
+
+
+@needs_cpu
+def test_a_model_that_transformers_distributed_is_not_swapped_again(
+    saved: Callable[[str], str], pool2: RankPool
+) -> None:
+    for message in pool2.run(swap_distributed, saved("mixtral")):
+        assert "already distributed" in message and "ep_implementation='moe_comm'" in message
+
+
+def sharded_shapes(rank: int, world: int, folder: str) -> dict[str, Tensor]:
+    config = DistributedConfig(tp_size=1, fsdp_size=2, ep_size=2, ep_implementation="moe_comm")
+    register()
+    model = load(folder, distributed_config=config)
+    return {n: p.to_local().detach() for n, p in model.named_parameters() if ".experts." in n}
+
+
+@needs_cpu
+def test_ep_implementation_loads_each_ranks_experts_only(saved: Callable[[str], str], pool2: RankPool) -> None:
+    results = pool2.run(sharded_shapes, saved("gpt_oss"))
+    for name, full in load(saved("gpt_oss")).named_parameters():
+        if ".experts." in name:
+            assert torch.equal(torch.cat([part[name] for part in results]), full)

@@ -1,0 +1,140 @@
+"""Weights of a swapped model go back to transformers bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_comm.errors import ConfigError
+from moe_comm.integrations.hugging_face import expert_parameters, gather_state_dict, save_swapped, swap_moe
+from tests.integrations.models import SMALL, batch, ep_group, load, randomise, save_model
+from tests.pool import RankPool
+
+
+def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert got[name].dtype == value.dtype and torch.equal(got[name], value), name
+
+
+def gather(rank: int, world: int, arg: tuple[str, int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    folder, ep = arg
+    model = swap_moe(load(folder), ep_group(ep))
+    return gather_state_dict(model), gather_state_dict(model, rank0_only=True)
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_gathered_state_dict_loads_into_the_unswapped_model_bit_for_bit(
+    family: str, saved: Callable[[str], str], pool4: RankPool
+) -> None:
+    expected = load(saved(family)).state_dict()
+    target = load(saved(family))
+    for ep in (2, 4):
+        for rank, (everywhere, first) in enumerate(pool4.run(gather, (saved(family), ep))):
+            assert_same(everywhere, expected)
+            assert_same(first, expected if rank % ep == 0 else {})
+        randomise(target, seed=5)
+        target.load_state_dict(everywhere)
+        assert_same(target.state_dict(), expected)
+
+
+@pytest.mark.parametrize("num_experts", [3, 7])
+def test_uneven_and_missing_experts_are_gathered(num_experts: int, tmp_path: Path, pool4: RankPool) -> None:
+    folder = save_model("mixtral", tmp_path, num_local_experts=num_experts)
+    expected = load(folder).state_dict()
+    for rank, (everywhere, first) in enumerate(pool4.run(gather, (folder, 4))):
+        assert_same(everywhere, expected)
+        assert_same(first, expected if rank == 0 else {})
+
+
+def change_and_save(rank: int, world: int, arg: tuple[str, str, torch.dtype]) -> dict[str, Tensor]:
+    """Write changed weights; every rank reads the folder as soon as ``save_swapped`` returns."""
+    folder, out, dtype = arg
+    model = swap_moe(load(folder, dtype=dtype), ep_group(4))
+    with torch.no_grad():
+        for value in model.parameters():
+            value.mul_(1.25)
+    save_swapped(model, out)
+    loaded = load(out).state_dict()
+    assert_same(loaded, gather_state_dict(model))
+    return loaded  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_saved_model_is_loaded_by_from_pretrained(
+    family: str, saved: Callable[[str], str], tmp_path: Path, pool4: RankPool
+) -> None:
+    dtype = torch.bfloat16 if family == "gpt_oss" else torch.float32
+    expected = {name: value.clone() for name, value in load(saved(family), dtype=dtype).state_dict().items()}
+    for name, _ in load(saved(family)).named_parameters():
+        expected[name].mul_(1.25)
+    results = pool4.run(change_and_save, (saved(family), str(tmp_path / "out"), dtype))
+    for loaded in results:
+        assert_same(loaded, expected)
+    assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".json", ".safetensors"}
+
+
+def save_into_a_file(rank: int, world: int, arg: tuple[str, str]) -> str:
+    folder, out = arg
+    try:
+        save_swapped(swap_moe(load(folder), ep_group(4)), out)
+    except (ConfigError, OSError) as error:
+        return type(error).__name__
+    return "no error"
+
+
+def test_a_failed_save_is_an_error_on_every_rank(saved: Callable[[str], str], tmp_path: Path, pool4: RankPool) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    results = pool4.run(save_into_a_file, (saved("mixtral"), str(blocked / "below")))
+    assert results == ["NotADirectoryError", "ConfigError", "ConfigError", "ConfigError"]
+
+
+def load_full(rank: int, world: int, folder: str) -> bool:
+    model = swap_moe(load(folder), ep_group(4))
+    expected = {name: p.detach().clone() for name, p in expert_parameters(model).items()}
+    full = load(folder).state_dict()
+    randomise(model, seed=6)
+    model.load_state_dict(full)
+    return all(torch.equal(p, expected[name]) for name, p in expert_parameters(model).items())
+
+
+def test_a_full_state_dict_loads_into_a_swapped_model_and_each_rank_takes_its_experts(
+    saved: Callable[[str], str], pool4: RankPool
+) -> None:
+    assert all(pool4.run(load_full, saved("gpt_oss")))
+
+
+def save_pretrained_directly(rank: int, world: int, arg: tuple[str, str]) -> str:
+    folder, out = arg
+    model = swap_moe(load(folder), ep_group(4))
+    try:
+        model.save_pretrained(out)
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+def test_save_pretrained_of_a_spread_model_is_refused_and_names_what_to_call(
+    saved: Callable[[str], str], tmp_path: Path, pool4: RankPool
+) -> None:
+    for message in pool4.run(save_pretrained_directly, (saved("mixtral"), str(tmp_path / "out"))):
+        assert "save_swapped" in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_swapped_on_one_rank_saves_as_any_other(saved: Callable[[str], str], tmp_path: Path) -> None:
+    model = swap_moe(load(saved("olmoe")))
+    model.save_pretrained(tmp_path)
+    ids = batch()[0]
+    assert torch.equal(load(str(tmp_path))(ids).logits, load(saved("olmoe"))(ids).logits)
+
+
+@pytest.mark.parametrize("call", [gather_state_dict, lambda model: save_swapped(model, "unused")])
+def test_gathering_an_unswapped_model_is_an_error(call: Callable[..., object], saved: Callable[[str], str]) -> None:
+    with pytest.raises(ConfigError, match="not swapped"):
+        call(load(saved("mixtral")))

@@ -1,0 +1,391 @@
+"""A swapped model computes what the unswapped one does, holds only its share, and fails clearly."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from moe_comm.errors import ConfigError, RoutingError, UnsupportedModel
+from moe_comm.integrations.hugging_face import expert_parameters, sum_replicated_gradients, swap_moe, swapped_experts
+from tests.integrations.models import (
+    SMALL,
+    assert_close,
+    batch,
+    ep_group,
+    gradients,
+    load,
+    num_targets,
+    route_to_first_half,
+    save_model,
+    token_loss,
+)
+from tests.pool import RankPool
+
+WORLD = 4
+
+
+def run_swapped(rank: int, world: int, arg: tuple[str, int, dict[str, Any]]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits of this rank's batch; gradients, summed over the ranks for all but the experts."""
+    folder, ep, settings = arg
+    model = swap_moe(load(folder, dtype=settings.get("dtype")), ep_group(ep), backend=settings.get("backend", "auto"))
+    model.train()
+    if settings.get("checkpointing"):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": settings["reentrant"]})
+        model.enable_input_require_grads()
+    ids = batch(world)
+    logits = model(ids[rank], use_cache=False).logits
+    token_loss(logits, ids[rank], num_targets(ids)).backward()
+    sum_replicated_gradients(model)
+    return logits.detach(), gradients(model)
+
+
+def reference(folder: str, dtype: torch.dtype | None = None) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Logits by rank and the gradients of the unswapped model on the whole batch."""
+    model = load(folder, dtype=dtype)
+    model.train()
+    ids = batch(WORLD)
+    logits = model(torch.cat(ids), use_cache=False).logits
+    token_loss(logits, torch.cat(ids), num_targets(ids)).backward()
+    return list(logits.detach().split([len(part) for part in ids])), gradients(model)
+
+
+def compare(results: list[Any], expected: tuple[list[Tensor], dict[str, Tensor]], ep: int, rtol: float = 1e-5) -> None:
+    """``results`` of ``run_swapped`` by rank; experts have 4 / ep copies, whose gradients are summed here."""
+    logits, grads = expected
+    for rank, (got, got_grads) in enumerate(results):
+        assert_close(got, logits[rank], f"logits of rank {rank}", rtol)
+        assert got_grads.keys() == grads.keys()
+    for name, full in grads.items():
+        if ".experts." in name:
+            copies = [torch.cat([results[first + r][1][name] for r in range(ep)]) for first in range(0, WORLD, ep)]
+            assert_close(torch.stack(copies).sum(0), full, name, rtol)
+        else:
+            for _, got_grads in results:
+                assert_close(got_grads[name], full, name, rtol)
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_logits_and_all_gradients_equal_those_of_the_unswapped_model(
+    family: str, saved: Callable[[str], str], pool4: RankPool
+) -> None:
+    folder = saved(family)
+    expected = reference(folder)
+    assert all(bool((grad != 0).any()) for grad in expected[1].values())
+    for ep in (1, 2, 4):
+        compare(pool4.run(run_swapped, (folder, ep, {}), timeout=120), expected, ep)
+
+
+@pytest.mark.parametrize("backend", ["shared_memory", "all_to_all", "all_gather"])
+def test_every_backend_serves_a_swapped_model(backend: str, saved: Callable[[str], str], pool4: RankPool) -> None:
+    folder = saved("mixtral")
+    compare(pool4.run(run_swapped, (folder, 2, {"backend": backend}), timeout=120), reference(folder), 2)
+
+
+@pytest.mark.parametrize("num_experts", [3, 7])
+def test_experts_need_not_divide_by_ranks_nor_be_as_many(num_experts: int, tmp_path: Path, pool4: RankPool) -> None:
+    folder = save_model("mixtral", tmp_path, num_local_experts=num_experts)
+    compare(pool4.run(run_swapped, (folder, 4, {}), timeout=120), reference(folder), 4)
+
+
+def test_ranks_whose_experts_get_no_rows_take_part_forward_and_backward(tmp_path: Path, pool4: RankPool) -> None:
+    folder = save_model("deepseek_v3", tmp_path, edit=route_to_first_half)
+    expected = reference(folder)
+    unused = [grad[4:] for name, grad in expected[1].items() if ".experts." in name]
+    assert unused and not any(bool(grad.any()) for grad in unused)
+    compare(pool4.run(run_swapped, (folder, 4, {}), timeout=120), expected, 4)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_changes_nothing(reentrant: bool, saved: Callable[[str], str], pool4: RankPool) -> None:
+    folder = saved("qwen3_moe")
+    settings = {"checkpointing": True, "reentrant": reentrant}
+    compare(pool4.run(run_swapped, (folder, 2, settings), timeout=120), reference(folder), 2)
+
+
+def test_a_bf16_model_stays_bf16_and_as_close_to_fp32_as_the_unswapped_one(
+    saved: Callable[[str], str], pool4: RankPool
+) -> None:
+    folder = saved("mixtral")
+    results = pool4.run(run_swapped, (folder, 2, {"dtype": torch.bfloat16}), timeout=120)
+    assert {value.dtype for logits, grads in results for value in (logits, *grads.values())} == {torch.bfloat16}
+    exact, plain = torch.cat(reference(folder)[0]), torch.cat(reference(folder, torch.bfloat16)[0])
+    # The median over tokens, as rounding sends a few tokens of either model to other experts.
+    assert token_error(torch.cat([logits for logits, _ in results]), exact) < 1.2 * token_error(plain, exact) < 0.02
+
+
+def token_error(logits: Tensor, exact: Tensor) -> float:
+    """Median over tokens of the relative error."""
+    logits, exact = logits.detach().float(), exact.detach()
+    return float(((logits - exact).norm(dim=-1) / exact.norm(dim=-1)).median())
+
+
+def test_autocast_computes_experts_in_its_dtype(saved: Callable[[str], str]) -> None:
+    ids = torch.cat(batch())
+    plain, swapped = load(saved("qwen2_moe")), swap_moe(load(saved("qwen2_moe")))
+    seen: list[torch.dtype] = []
+    for experts in swapped_experts(swapped).values():
+        experts.dispatcher.combine = _spy(experts.dispatcher.combine, seen)  # type: ignore[method-assign]
+        break
+    with torch.autocast("cpu", torch.bfloat16):
+        got, expected = swapped(ids).logits, plain(ids).logits
+    assert seen and set(seen) == {torch.bfloat16}
+    exact = plain(ids).logits
+    assert token_error(got, exact) < 1.2 * token_error(expected, exact) < 0.02
+    token_loss(got, ids, ids.numel()).backward()
+    assert {p.grad.dtype for p in swapped.parameters() if p.grad is not None} == {torch.float32}
+
+
+def _spy(call: Callable[..., Any], seen: list[torch.dtype]) -> Callable[..., Any]:
+    def spied(rows_RD: Tensor, *args: Any) -> Any:
+        seen.append(rows_RD.dtype)
+        return call(rows_RD, *args)
+
+    return spied
+
+
+# --- memory ---
+
+
+def measure_memory(rank: int, world: int, folder: str) -> tuple[int, int, list[str]]:
+    """Experts' elements before and after the swap, and names of full tensors that are still alive."""
+    model = load(folder)
+    full = {n: weakref.ref(p) for n, p in model.named_parameters() if ".experts." in n}
+    before = sum(p().numel() for p in full.values())  # type: ignore[union-attr]
+    swap_moe(model, ep_group(4))
+    gc.collect()
+    own = expert_parameters(model)
+    assert all(p.untyped_storage().nbytes() == p.numel() * p.element_size() for p in own.values())
+    return before, sum(p.numel() for p in own.values()), [name for name, ref in full.items() if ref() is not None]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_each_rank_holds_its_share_only_and_full_weights_are_freed(
+    family: str, saved: Callable[[str], str], pool4: RankPool
+) -> None:
+    for before, after, alive in pool4.run(measure_memory, saved(family)):
+        assert after * 4 == before
+        assert alive == []
+
+
+def test_without_a_group_no_weight_is_copied(saved: Callable[[str], str]) -> None:
+    model = load(saved("olmoe"))
+    before = dict(model.named_parameters())
+    after = dict(swap_moe(model).named_parameters())
+    assert list(before) == list(after)
+    assert all(before[name] is after[name] for name in before)
+
+
+# --- routers ---
+
+
+def route_nan(rank: int, world: int, folder: str) -> tuple[str, bool]:
+    """Rank 1's input makes its router's logits NaN; afterwards good input must work again."""
+    model = swap_moe(load(folder), ep_group(4))
+    embeds = model.get_input_embeddings()(batch(world)[rank]).detach()
+    good = embeds.clone()
+    if rank == 1:
+        embeds[0, 3] = float("nan")
+    try:
+        model(inputs_embeds=embeds)
+    except RoutingError as error:
+        return str(error), bool(torch.isfinite(model(inputs_embeds=good).logits).all())
+    return "no error", False
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_nan_router_logits_on_one_rank_are_a_routing_error_on_every_rank(
+    family: str, saved: Callable[[str], str], pool4: RankPool
+) -> None:
+    results = pool4.run(route_nan, saved(family), timeout=120)
+    for rank, (message, recovered) in enumerate(results):
+        assert "NaN" in message, message
+        assert rank == 1 or "rank 1" in message
+        assert recovered
+
+
+def aux_loss(rank: int, world: int, folder: str) -> list[tuple[Tensor, Tensor]]:
+    ids = batch(world)[rank]
+    results = []
+    for model in (load(folder), swap_moe(load(folder), ep_group(2))):
+        out = model(ids, labels=ids, output_router_logits=True)
+        out.loss.backward()
+        router = next(p.grad for n, p in model.named_parameters() if n.endswith("mlp.gate.weight"))
+        results.append((out.aux_loss.detach(), out.loss.detach(), torch.stack(out.router_logits).detach(), router))
+    return list(zip(*results, strict=True))  # type: ignore[arg-type]
+
+
+def test_router_logits_and_auxiliary_loss_are_those_of_the_unswapped_model(
+    saved: Callable[[str], str], pool4: RankPool
+) -> None:
+    for result in pool4.run(aux_loss, saved("mixtral")):
+        parts = ("aux loss", "loss", "router logits", "router gradient")
+        for what, (plain, swapped) in zip(parts, result, strict=True):
+            assert_close(swapped, plain, what)
+
+
+# --- generation ---
+
+
+def generate(rank: int, world: int, folder: str) -> tuple[Tensor, Tensor]:
+    """Ranks stop after different numbers of tokens."""
+    ids = batch(world)[rank]
+    settings = {"do_sample": False, "max_new_tokens": 3 + 2 * rank, "attention_mask": torch.ones_like(ids)}
+    plain = load(folder).generate(ids, **settings)
+    return plain, swap_moe(load(folder), ep_group(2)).generate(ids, synced_gpus=True, **settings)
+
+
+def test_generate_gives_the_unswapped_models_tokens_though_ranks_stop_at_different_steps(
+    saved: Callable[[str], str], pool4: RankPool
+) -> None:
+    for plain, swapped in pool4.run(generate, saved("mixtral")):
+        assert torch.equal(plain, swapped)
+
+
+# --- other families, hooks, DistributedDataParallel ---
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("ernie4_5_moe", {"moe_num_experts": 6, "moe_k": 2, "moe_layer_start_index": 0, "moe_num_shared_experts": 1}),
+        ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "hidden_act": "gelu"}),
+    ],
+)
+def test_other_families_and_activations_that_transformers_describes_are_swapped_too(
+    model_type: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = save_model(model_type, tmp_path, intermediate_size=48, moe_intermediate_size=16, **settings)
+    ids, results = batch()[0], []
+    for model in (load(folder), swap_moe(load(folder))):
+        logits = model(ids).logits
+        token_loss(logits, ids, ids.numel()).backward()
+        results.append((logits.detach(), gradients(model)))
+    assert len(swapped_experts(model)) == 2
+    (expected, expected_grads), (got, grads) = results
+    assert_close(got, expected, "logits")
+    for name, grad in expected_grads.items():
+        assert_close(grads[name], grad, name)
+
+
+def test_a_gate_function_of_the_modules_own_is_used_without_keeping_its_weights(saved: Callable[[str], str]) -> None:
+    class OwnGate(type(load(saved("olmoe")).model.layers[0].mlp.experts)):  # type: ignore[misc]
+        def _apply_gate(self, gate_up: Tensor) -> Tensor:
+            gate, up = gate_up.chunk(2, dim=-1)
+            return torch.tanh(gate) * up + self.num_experts
+
+    model, ids = load(saved("olmoe")).requires_grad_(False), batch()[0]
+    before = model(ids).logits
+    for layer in model.model.layers:
+        layer.mlp.experts.__class__ = OwnGate
+    expected = model(ids).logits
+    assert not torch.allclose(expected, before)
+    weights = [weakref.ref(layer.mlp.experts.gate_up_proj) for layer in model.model.layers]
+    assert_close(swap_moe(model)(ids).logits.detach(), expected.detach(), "logits")
+    for experts in swapped_experts(model).values():
+        experts.gate_up_proj = nn.Parameter(experts.gate_up_proj.detach().clone(), requires_grad=False)
+    gc.collect()
+    assert [ref() for ref in weights] == [None, None]
+
+
+def test_hooks_on_experts_survive_the_swap(saved: Callable[[str], str]) -> None:
+    model = load(saved("olmoe"))
+    calls: list[str] = []
+    experts = model.model.layers[0].mlp.experts
+    experts.register_forward_pre_hook(lambda module, args, kwargs: calls.append("before"), with_kwargs=True)
+    experts.register_forward_hook(lambda module, args, output: calls.append("after"))
+    experts.register_full_backward_hook(lambda module, grads, outer: calls.append("backward"))
+    swap_moe(model)(batch()[0]).logits.sum().backward()
+    assert calls == ["before", "after", "backward"]
+
+
+def test_a_copy_of_a_swapped_model_has_its_own_weights_and_computes_the_same(saved: Callable[[str], str]) -> None:
+    model, ids = swap_moe(load(saved("gpt_oss"))), batch()[0]
+    copied = deepcopy(model)
+    assert torch.equal(copied(ids).logits, model(ids).logits)
+    own = {p.data_ptr() for p in expert_parameters(model).values()}
+    assert own.isdisjoint(p.data_ptr() for p in expert_parameters(copied).values())
+
+
+def ddp_keeps_experts(rank: int, world: int, folder: str) -> dict[str, bool]:
+    model = swap_moe(load(folder), ep_group(4))
+    before = {name: p.detach().clone() for name, p in expert_parameters(model).items()}
+    nn.parallel.DistributedDataParallel(model)
+    dist.barrier()
+    return {name: torch.equal(p, before[name]) for name, p in expert_parameters(model).items()}
+
+
+def test_distributed_data_parallel_does_not_overwrite_experts(saved: Callable[[str], str], pool4: RankPool) -> None:
+    for kept in pool4.run(ddp_keeps_experts, saved("mixtral")):
+        assert kept and all(kept.values())
+
+
+# --- what cannot be swapped ---
+
+
+def test_a_model_without_moe_blocks_is_refused_by_name() -> None:
+    config = AutoConfig.for_model(
+        "llama", hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32
+    )
+    with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM .*'llama'.* no MoE block.*LlamaMLP.*MixtralExperts"):
+        swap_moe(AutoModelForCausalLM.from_config(config))
+
+
+class HomemadeMoE(nn.Module):
+    """Experts in a list, as older code has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+
+def test_an_unknown_moe_block_is_named() -> None:
+    with pytest.raises(UnsupportedModel, match=r"unknown kind: HomemadeMoE.*Looked for .*GptOssExperts"):
+        swap_moe(nn.Sequential(HomemadeMoE()))
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        {"has_post_expert_norm": True},
+        {"has_gate": False},
+        {"scale": nn.Parameter()},
+        {"act_fn": nn.PReLU()},
+    ],
+)
+def test_experts_that_do_more_than_is_known_are_named_and_nothing_changes(
+    missing: dict[str, Any], saved: Callable[[str], str]
+) -> None:
+    model = load(saved("olmoe"))
+    for key, value in missing.items():
+        setattr(model.model.layers[1].mlp.experts, key, value)
+    with pytest.raises(UnsupportedModel, match=r"layers\.1\.mlp\.experts \(OlmoeExperts\) cannot be run.*: it"):
+        swap_moe(model)
+    assert not swapped_experts(model)
+
+
+def test_an_experts_module_alone_is_refused(saved: Callable[[str], str]) -> None:
+    with pytest.raises(UnsupportedModel, match="MixtralExperts is an experts module itself"):
+        swap_moe(load(saved("mixtral")).model.layers[0].mlp.experts)
+
+
+def test_swapping_twice_is_refused(saved: Callable[[str], str]) -> None:
+    model = swap_moe(load(saved("mixtral")))
+    with pytest.raises(ConfigError, match=r"MixtralForCausalLM is already swapped"):
+        swap_moe(model)
+
+
+def test_an_unknown_backend_is_refused_before_anything_changes(saved: Callable[[str], str]) -> None:
+    model = load(saved("mixtral"))
+    with pytest.raises(ConfigError, match="telepathy"):
+        swap_moe(model, backend="telepathy")
+    assert not swapped_experts(model)

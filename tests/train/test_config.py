@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pydantic
+import pytest
+
+from moe_comm.errors import ConfigError
+from moe_comm.train.config import dump, load
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc.toml"
+
+
+def test_the_example_loads() -> None:
+    config = load(EXAMPLE)
+    assert config.data.source == "pydoc"
+    assert config.parallel.ranks == 2
+
+
+def test_a_dumped_configuration_loads_back_unchanged(tmp_path: Path) -> None:
+    config = load(None, ["run.time_limit_s=12.5", "parallel.ep=1", 'data.source=a "quoted" path\\n', "run.seed=7"])
+    path = tmp_path / "config.toml"
+    path.write_text(dump(config))
+    assert load(path) == config
+
+
+def test_json_and_toml_mean_the_same(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"optimizer": {"betas": [0.8, 0.9], "lr": 1}}))
+    (tmp_path / "a.toml").write_text("[optimizer]\nbetas = [0.8, 0.9]\nlr = 1\n")
+    assert load(tmp_path / "a.json") == load(tmp_path / "a.toml")
+
+
+def test_overrides_win_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text("[run]\nsteps = 3\nseed = 4\n")
+    config = load(path, ["run.steps=5", "model.family=olmoe", "model.tie = true"])
+    assert (config.run.steps, config.run.seed, config.model.family, config.model.tie) == (5, 4, "olmoe", True)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("run.stepz=5", "unknown key 'run.stepz' (did you mean 'run.steps'?)"),
+        ("model.lr=1.0", "unknown key 'model.lr' (did you mean 'optimizer.lr'?)"),
+        ("modle.hidden=64", "unknown key 'modle' (did you mean 'model'?)"),
+        ("zzz.hidden=64", "known: run, data, model, optimizer, parallel"),
+        ("model.zzz=64", "known: model.family, model.hidden"),
+        ("optimizer.lr=nan", "optimizer.lr: input should be a finite number"),
+        ("optimizer.lr=inf", "optimizer.lr: input should be a finite number"),
+        ("optimizer.lr=-1.0", "optimizer.lr: input should be greater than 0"),
+        ("optimizer.betas=[0.9, nan]", "optimizer.betas.1: input should be a finite number"),
+        ("optimizer.betas=[0.9, 1.0]", "betas must lie in [0, 1)"),
+        ("run.steps=0", "run.steps: input should be greater than or equal to 1; got 0"),
+        ("run.steps=true", "run.steps: input should be a valid integer; got True"),
+        ("run.steps=2.5", "run.steps: input should be a valid integer"),
+        ("run.name=../../etc", "run.name: string should match pattern"),
+        ("model.top_k=99", "top_k (99) must not exceed experts (8)"),
+        ("model.hidden=130", "hidden (130) must be a multiple of 2 x heads (4)"),
+        ("model.kv_heads=3", "heads (4) must be a multiple of kv_heads (3)"),
+        ("parallel.backend=nccl", "parallel.backend: input should be 'auto', 'local'"),
+        ("run=3", "section.key=value"),
+        ("run.steps", "section.key=value"),
+        ("run.steps.x=3", "run.steps: input should be a valid integer"),
+    ],
+)
+def test_a_bad_override_names_the_key_and_what_to_do(override: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(None, [override])
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_fault_is_named_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"run\.steps.*optimizer\.lr"):
+        load(None, ["run.steps=0", "optimizer.lr=0.0"])
+
+
+def test_a_file_that_cannot_be_used_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*none\.toml: No such file"):
+        load(tmp_path / "none.toml")
+    folder = tmp_path / "folder.toml"
+    folder.mkdir()
+    with pytest.raises(ConfigError, match="cannot read"):
+        load(folder)
+    with pytest.raises(ConfigError, match=r"\.toml or \.json"):
+        load(tmp_path / "a.yaml")
+    for name, text in [("a.toml", b"[run\n"), ("a.json", b"{"), ("b.toml", b"\xff\xfe"), ("b.json", b"[1]")]:
+        (tmp_path / name).write_bytes(text)
+        with pytest.raises(ConfigError, match=name):
+            load(tmp_path / name)
+
+
+def test_a_configuration_does_not_change() -> None:
+    with pytest.raises(pydantic.ValidationError):
+        load(None).run.steps = 5
