@@ -70,7 +70,8 @@ class SharedOptions:
 def private_heap() -> _C.Heap:
     """This process's heap of private memory, for dispatch without peers. Pages stay mapped and warm: faulting in
     fresh ones costs more than the copies into them."""
-    return native().Heap("")
+    heap: _C.Heap = native().Heap("")
+    return heap
 
 
 def block(heap: _C.Heap, rows: int, width: int, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,1 @@
+"""Benchmarks: what dispatch, combine and a whole layer cost here, against what people use today."""

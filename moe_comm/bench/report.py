@@ -1,0 +1,110 @@
+"""Results for people (tables) and for programs (one JSON object)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+WIDTH = 120
+"""Of tables in files and pipes."""
+
+
+def write_json(found: dict[str, Any], out: str | None) -> None:
+    """Write one JSON object to the file ``out``; ``-`` is standard output, None is nowhere."""
+    if out is None:
+        return
+    text = json.dumps(found, indent=2) + "\n"
+    if out == "-":
+        sys.stdout.write(text)
+        return
+    path = Path(out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def show(tables: list[Table], json_out: str | None = None) -> None:
+    """Print tables; to standard error where standard output carries JSON."""
+    console = Console(stderr=json_out == "-")
+    if not console.is_terminal:
+        console.width = WIDTH
+    for table in tables:
+        console.print(table)
+
+
+def _table(title: str, *columns: str, caption: str | None = None) -> Table:
+    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+    return table
+
+
+def _number(value: float | None, digits: int = 3, unit: str = "") -> str:
+    return "-" if value is None else f"{value:.{digits}g}{unit}" if value < 1000 else f"{value:,.0f}{unit}"
+
+
+def _heading(found: dict[str, Any]) -> str:
+    s, m = found["settings"], found["machine"]
+    ffn = f", F {s['ffn']}" if "ffn" in s else ""
+    return (
+        f"{s['ranks']} ranks, {s['tokens']} tokens a rank, D {s['hidden']}{ffn}, E {s['experts']}, K {s['top_k']}, "
+        f"{s['dtype']}; {m.get('gpu', m['cpu'])}, {m['cores']} cores, {m['isa']}"
+    )
+
+
+def _skipped(found: dict[str, Any]) -> str | None:
+    return "\n".join(f"{name}: {reason}" for name, reason in found["skipped"].items()) or None
+
+
+def dispatch_tables(found: dict[str, Any]) -> list[Table]:
+    """Ours, the limit and the peers: milliseconds forward, and how many times faster ours is."""
+    table = _table(_heading(found), "", "dispatch ms", "combine ms", "speedup", caption=_skipped(found))
+    table.add_row(f"moe_comm {found['backend']}", _number(found["dispatch_ms"]), _number(found["combine_ms"]), "")
+    if found["dispatch_backward_ms"] is not None:
+        table.add_row("  backward", _number(found["dispatch_backward_ms"]), _number(found["combine_backward_ms"]), "")
+    if found["limit_ratio"] is not None:
+        ratio = f"{found['limit_ratio']:.2f}x the limit"
+        table.add_row("bare copies", _number(found["dispatch_limit_ms"]), _number(found["combine_limit_ms"]), ratio)
+        above = found["overhead_us"]
+        table.add_row("  ours above them", *(_number(above[p], unit=" µs") for p in ("dispatch", "combine")), "")
+    for name, peer in found["peers"].items():
+        table.add_row(name, _number(peer["dispatch_ms"]), _number(peer["combine_ms"]), f"{peer['speedup']:.3g}x")
+    return [table]
+
+
+def layer_tables(found: dict[str, Any]) -> list[Table]:
+    """Forward and backward of every contestant, its GFLOP/s, share of the GEMM rate, and memory."""
+    columns = ("ms", "EP", "forward", "backward", "total", "GFLOP/s", "of GEMM", "MiB", "speedup")
+    gemm = f"torch.mm alone, all ranks at once: {found['gemm_gflops']:.0f} GFLOP/s a rank"
+    caption = "\n".join(filter(None, (gemm, _skipped(found))))
+    table = _table(_heading(found), *columns, caption=caption)
+    for name, one in found["contestants"].items():
+        speedup = one.get("speedup")
+        table.add_row(
+            name,
+            str(one["ep"]),
+            *(_number(one[f"{phase}_ms"]) for phase in ("forward", "backward", "total")),
+            _number(one["gflops"]),
+            f"{one['gemm_fraction']:.0%}",
+            _number(one.get("peak_memory_mib")),
+            "" if speedup is None else f"{speedup:.2f}x",
+        )
+    return [table]
+
+
+def small_tables(results: list[dict[str, Any]]) -> list[Table]:
+    """Microseconds of small batches: ours, the bare copy, and the overhead above it."""
+    columns = ("tokens", "dispatch µs", "bare", "overhead", "combine µs", "bare", "overhead")
+    table = _table(_heading(results[0]), *columns, caption=_skipped(results[0]))
+    for found in results:
+        cells = []
+        for phase in ("dispatch", "combine"):
+            for key in (f"{phase}_ms", f"{phase}_limit_ms"):
+                cells.append(_number(None if found[key] is None else found[key] * 1e3))
+            cells.append(_number(found["overhead_us"][phase] if found["overhead_us"] else None))
+        table.add_row(str(found["settings"]["tokens"]), *cells)
+    return [table]

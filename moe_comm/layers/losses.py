@@ -1,0 +1,94 @@
+"""Auxiliary losses of a router, and how they reach the gradient without being carried to the end of the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+class _AttachLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
+        ctx.shape, ctx.dtype, ctx.device, ctx.scale = loss.shape, loss.dtype, loss.device, scale
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        one = torch.ones(ctx.shape, dtype=ctx.dtype, device=ctx.device)
+        return grad, one * ctx.scale, None
+
+
+def attach_loss(y: Tensor, loss: Tensor, scale: float | Tensor = 1.0) -> Tensor:
+    """``y`` unchanged; its backward pass also back-propagates ``scale * loss``.
+
+    So a pipeline schedule or a caller that knows nothing of the loss still trains on it. ``scale`` must be what the
+    main loss is multiplied by before backward (a loss scaler's factor, 1 / number of micro-batches).
+
+    Args:
+        y: any tensor that the main loss depends on.
+        loss: scalar.
+    """
+    return _AttachLoss.apply(y, loss, scale)  # type: ignore[no-any-return]
+
+
+def expert_counts(ids_TK: Tensor, num_experts: int) -> Tensor:
+    """[E] int64: how many slots chose each expert; negative ids are not counted."""
+    shifted = ids_TK.detach().reshape(-1).clamp(min=-1).long() + 1
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids_TK.device)
+    counts.scatter_add_(0, shifted, torch.ones_like(shifted))
+    return counts[1:]
+
+
+def global_counts(
+    counts_E: Tensor, num_tokens: int, num_sequences: int, group: ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``counts_E``, tokens and sequences summed over ``group`` (None: as they are). Collective, one message."""
+    every = torch.cat([counts_E, counts_E.new_tensor([num_tokens, num_sequences])])
+    if group is not None:
+        dist.all_reduce(every, group=group)
+    return every[:-2], every[-2], every[-1]
+
+
+def load_balance_loss(probs_TE: Tensor, counts_E: Tensor, num_tokens: Tensor) -> Tensor:
+    """E * sum over e of f_e * P_e: f_e slots per token that chose e, P_e mean probability of e.
+
+    Switch Transformer, arXiv 2101.03961, eq. 4-6; for top-k the fractions add up to K, as in Hugging Face's
+    ``load_balancing_loss_func``, so a model's ``router_aux_loss_coef`` means the same here.
+
+    Args:
+        probs_TE: [T, E] this rank's probabilities.
+        counts_E, num_tokens: of this rank, or summed over a group. In the latter case the ranks' losses, and so
+            their gradients, add up to those of the loss over the group's whole batch.
+    """
+    tokens = num_tokens.clamp(min=1).to(probs_TE.dtype)
+    fraction_E = counts_E.to(probs_TE.dtype) / tokens
+    return probs_TE.shape[1] * (fraction_E * (probs_TE.sum(0) / tokens)).sum()
+
+
+def sequence_balance_loss(probs_TE: Tensor, ids_TK: Tensor, num_sequences: int, total_sequences: Tensor) -> Tensor:
+    """DeepSeek-V3's sequence-wise balance loss (arXiv 2412.19437, eq. 17-20), mean over sequences.
+
+    Per sequence of S tokens: sum over e of f_e * P_e with f_e = E / (K * S) * slots that chose e.
+
+    Args:
+        probs_TE: [T, E] scores that add up to 1 per token; T is ``num_sequences`` * S.
+        total_sequences: what the sum is divided by: of this rank, or of a group.
+    """
+    experts = probs_TE.shape[1]
+    if not probs_TE.shape[0]:
+        return probs_TE.sum()
+    probs_BSE = probs_TE.view(num_sequences, -1, experts)
+    shifted_BS = ids_TK.detach().clamp(min=-1).long().view(num_sequences, -1) + 1
+    counts_BE = probs_TE.new_zeros(num_sequences, experts + 1)
+    counts_BE.scatter_add_(1, shifted_BS, torch.ones_like(shifted_BS, dtype=probs_TE.dtype))
+    fraction_BE = counts_BE[:, 1:] * (experts / shifted_BS.shape[1])
+    return (fraction_BE * probs_BSE.mean(1)).sum() / total_sequences.clamp(min=1)
+
+
+def z_loss(logits_TE: Tensor, num_tokens: Tensor) -> Tensor:
+    """Mean squared log-sum-exp of the logits (ST-MoE, arXiv 2202.08906, eq. 5), which keeps them small."""
+    return torch.logsumexp(logits_TE, -1).square().sum() / num_tokens.clamp(min=1)

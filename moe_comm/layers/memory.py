@@ -1,0 +1,40 @@
+"""Where layers take large buffers from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from moe_comm.errors import MissingDependency
+from moe_comm.runtime.shared import native, warm
+
+Alloc = Callable[[int, int, torch.dtype, torch.device], Tensor]
+"""(rows, width, dtype, device) to an uninitialised [rows, width] tensor; ``Dispatcher.empty_rows`` is one."""
+
+
+@lru_cache(maxsize=1)
+def _has_native() -> bool:
+    try:
+        native()
+    except MissingDependency:
+        return False
+    return True
+
+
+def warm_rows(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised memory; on the CPU with its pages mapped, as faulting in fresh ones costs more than using them."""
+    if device.type == "cpu" and _has_native():
+        return warm(rows, width, dtype)
+    return torch.empty(rows, width, dtype=dtype, device=device)
+
+
+def warm_like(x: Tensor) -> Tensor:
+    """Uninitialised tensor of the shape and strides of ``x``, as ``warm_rows``; ``x`` must be dense."""
+    if x.is_contiguous() and x.numel():
+        return warm_rows(x.numel() // x.shape[-1], x.shape[-1], x.dtype, x.device).view(x.shape)
+    if x.dim() == 3 and x.transpose(1, 2).is_contiguous() and x.numel():
+        return warm_like(x.transpose(1, 2)).transpose(1, 2)
+    return torch.empty_like(x)

@@ -1,0 +1,292 @@
+"""Start ranks on this host, or join those that torchrun started.
+
+    launch(work, args, ranks=2)                    torchrun --nproc-per-node 2 script.py
+        └─ torchrun's own agent, 2 processes           └─ launch(work, args) in each process
+              └─ work(*args)                                 └─ work(*args)
+                    with init_ranks() as ranks: ...                with init_ranks() as ranks: ...
+
+Ranks on one host meet through a file and talk over loopback: nothing listens on the machine's other interfaces.
+(torch's TCPStore does, even when it is given 127.0.0.1.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from moe_comm import errors
+from moe_comm.errors import ConfigError, MoeCommError, PeerError
+from moe_comm.runtime import cpu_guard
+
+STORE_VARIABLE = "MOE_COMM_STORE"
+"""Path of the file through which the ranks that ``launch`` started meet."""
+MAX_RANKS = 1024
+LINGER_S = 2.0
+RAISED_AT = "moe_comm_raised_at"
+"""Attribute of an exception that left ``init_ranks``: when, before leaving the group let the peers notice; ns."""
+
+
+class RankFailed(MoeCommError):
+    """A rank ended with an error that is not one of ours, or was killed. ``details`` holds its traceback."""
+
+    def __init__(self, message: str, details: str = "") -> None:
+        super().__init__(message)
+        self.details = details
+
+
+class Interrupted(MoeCommError):
+    """The launcher was told to stop by a signal, and has stopped its ranks."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.number = number
+
+
+@dataclass(frozen=True)
+class LocalRanks:
+    """This process among the ranks. ``device``: where its tensors go, "cpu" or "cuda:<local rank>"."""
+
+    rank: int
+    world: int
+    local_rank: int
+    device: str
+
+
+def available_cores() -> int:
+    """Cores this process may use: its affinity, capped by the control group's quota; at least 1."""
+    cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, -(-int(quota) // int(period)))
+    return max(cores, 1)
+
+
+def under_torchrun() -> bool:
+    """Whether a launcher (torchrun, or ``launch``) already made this process one of several ranks."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launch(entry: Callable[..., Any] | str, args: Sequence[Any] = (), ranks: int = 1) -> list[Any]:
+    """Run ``entry(*args)`` in ``ranks`` processes on this host, or here if this process already is a rank.
+
+    Args:
+        entry: a function at the top level of an importable module, or the name of a module to run as
+            ``python -m entry *args``.
+        args: picklable arguments (strings for a module).
+        ranks: how many; 1 runs a function in this process. Under torchrun its ranks are used as they are.
+
+    Returns:
+        What each rank returned, by rank (None for a module); under torchrun only this rank's.
+
+    Raises:
+        ConfigError: ``ranks`` is out of range.
+        MoeCommError: a rank raised it; the message names the rank. The earliest cause is raised, not its echoes.
+        RankFailed: a rank failed otherwise or was killed.
+        Interrupted: SIGINT or SIGTERM came while the ranks ran.
+    """
+    if not 1 <= ranks <= MAX_RANKS:
+        raise ConfigError(f"ranks must be between 1 and {MAX_RANKS}; got {ranks}")
+    cpu_guard.apply()
+    if callable(entry) and (under_torchrun() or ranks == 1):
+        return [entry(*args)]
+    with tempfile.TemporaryDirectory(prefix="moe_comm-launch-") as folder:
+        variables = {
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(available_cores() // ranks, 1))),
+            # The agent would share a TCPStore with the ranks, and that listens on every interface.
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            STORE_VARIABLE: str(Path(folder) / "ranks"),
+        }
+        with _environment(variables):
+            return _run_agent(entry, args, ranks, Path(folder))
+
+
+def _run_agent(entry: Callable[..., Any] | str, args: Sequence[Any], ranks: int, folder: Path) -> list[Any]:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    _quiet_agent()
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=folder.name,
+        rdzv_backend="c10d",
+        rdzv_endpoint=str(folder / "rendezvous"),
+        rdzv_configs={"store_type": "file"},
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        start_method="spawn",
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
+    )
+    (folder / "rendezvous").touch(mode=0o600)
+    (folder / "errors").mkdir()
+    try:
+        if callable(entry):
+            results = elastic_launch(config, _rank_main)(entry, tuple(args), str(folder / "errors"))
+        else:
+            results = elastic_launch(config, sys.executable)("-m", entry, *args)
+    except ChildFailedError as error:
+        raise _cause(error.failures, folder / "errors") from None
+    except SignalException as error:
+        raise Interrupted(int(error.sigval)) from None
+    return [results.get(rank) for rank in range(ranks)]
+
+
+def _rank_main(entry: Callable[..., Any], args: tuple[Any, ...], errors_folder: str) -> Any:
+    """Body of a launched rank: run ``entry`` and leave a record of what went wrong for the launcher to report."""
+    try:
+        return entry(*args)
+    except Exception as error:
+        record = {
+            "time": vars(error).get(RAISED_AT, time.time_ns()),
+            "kind": type(error).__name__,
+            "message": str(error),
+            "traceback": traceback.format_exc(),
+        }
+        path = Path(errors_folder) / os.environ["RANK"]
+        path.with_suffix(".part").write_text(json.dumps(record))
+        path.with_suffix(".part").rename(path)
+        _linger(Path(errors_folder))
+        # Not re-raised: the agent would print a traceback for every rank; the launcher speaks for all.
+        raise SystemExit(1) from None
+
+
+def _linger(errors_folder: Path) -> None:
+    """Let ranks that failed at the same time say why: the agent stops all others as soon as it sees one end, and an
+    echo (a peer that finds its connection closed) can end before its cause has written its record."""
+    deadline = time.monotonic() + LINGER_S
+    while len(_recorded(errors_folder)) < int(os.environ["WORLD_SIZE"]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _recorded(errors_folder: Path) -> list[Path]:
+    return [path for path in errors_folder.iterdir() if not path.suffix]
+
+
+def _cause(failures: dict[int, Any], errors_folder: Path) -> MoeCommError:
+    """The error to raise for a failed run: the earliest cause rather than what it did to the other ranks."""
+    records = {int(path.name): json.loads(path.read_text()) for path in _recorded(errors_folder)}
+    by_time = sorted(records, key=lambda rank: records[rank]["time"])
+    causes = [rank for rank in by_time if not issubclass(_class_of(records[rank]["kind"]), PeerError)]
+    # The agent ends the remaining ranks with SIGTERM; any other end without a record is a cause too.
+    silent = [rank for rank in sorted(failures.keys() - records.keys()) if failures[rank].exitcode != -signal.SIGTERM]
+    for rank in (*causes, *silent, *by_time, *sorted(failures)):
+        return _from_record(rank, records[rank]) if rank in records else _from_exit(rank, failures[rank])
+    return RankFailed("the ranks failed and left no reason")
+
+
+def _from_record(rank: int, record: dict[str, Any]) -> MoeCommError:
+    kind = _class_of(record["kind"])
+    message = record["message"] or record["kind"]
+    if issubclass(kind, MoeCommError):
+        return kind(f"rank {rank}: {message}")
+    return RankFailed(f"rank {rank} failed with {record['kind']}: {message}", record["traceback"])
+
+
+def _from_exit(rank: int, failure: Any) -> RankFailed:
+    who = f"rank {rank} (pid {failure.pid})"
+    if failure.exitcode >= 0:
+        return RankFailed(f"{who} ended with exit code {failure.exitcode}")
+    hint = "; was it out of memory?" if failure.exitcode == -signal.SIGKILL else ""
+    return RankFailed(f"{who} was killed by {signal.Signals(-failure.exitcode).name}{hint}")
+
+
+def _class_of(kind: str) -> type[Exception]:
+    """The class of ours with that name; plain ``Exception`` for anything else."""
+    found = getattr(errors, kind, Exception)
+    return found if isinstance(found, type) and issubclass(found, Exception) else Exception
+
+
+def _quiet_agent() -> None:
+    """The agent logs a rank's failure several times over; what it knows is raised as one error instead."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def init_ranks(device: str | None = None, timeout_s: float = 300.0) -> Iterator[LocalRanks]:
+    """Join the default process group of ``torch.distributed``, and leave it at the end.
+
+    Args:
+        device: "cpu" (gloo) or "cuda" (nccl beside gloo); None takes cuda where every rank of this host has its
+            own GPU. A process that is no rank makes a group of its own.
+        timeout_s: how long torch's own collectives wait for a rank.
+
+    A group that already exists is used and left alone.
+
+    Raises:
+        ConfigError: unknown device, or fewer GPUs than ranks on this host.
+    """
+    import torch
+    import torch.distributed as dist
+
+    cpu_guard.apply()
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
+    kind = _device_kind(device, local_world)
+    place = f"cuda:{local_rank}" if kind == "cuda" else "cpu"
+    if kind == "cuda":
+        torch.cuda.set_device(local_rank)
+    if dist.is_initialized():
+        yield LocalRanks(dist.get_rank(), dist.get_world_size(), local_rank, place)
+        return
+    if local_world == world and Path("/sys/class/net/lo").exists():
+        # Gloo would listen on the interface of the host's name; ranks of one host need only loopback.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store: Any = None
+    if world == 1:
+        store = dist.HashStore()
+    elif STORE_VARIABLE in os.environ:
+        store = dist.FileStore(os.environ[STORE_VARIABLE], world)
+    where: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": world}
+    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **where)
+    try:
+        yield LocalRanks(rank, world, local_rank, place)
+    except Exception as error:
+        vars(error).setdefault(RAISED_AT, time.time_ns())
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def _device_kind(device: str | None, local_world: int) -> str:
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device is None:
+        return "cuda" if gpus >= local_world else "cpu"
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"device must be cpu or cuda; got {device!r}")
+    if device == "cuda" and gpus < local_world:
+        raise ConfigError(f"device cuda needs one GPU for each of the {local_world} ranks here; torch sees {gpus}")
+    return device

@@ -1,0 +1,262 @@
+"""The whole layer on one rank: against a loop over tokens and experts, and inside torch's own machinery."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from moe_comm.dispatch import make_dispatcher
+from moe_comm.dispatch.capacity import Capacity
+from moe_comm.errors import ConfigError, InputError, RoutingError
+from moe_comm.layers import (
+    Experts,
+    MoEConfig,
+    MoELayer,
+    Router,
+    RouterConfig,
+    Routing,
+    SharedExpert,
+    ZeroExperts,
+    gather_state_dict,
+    load_full_state_dict,
+    single_rank_copy,
+)
+from tests.layers.reference import draw, loop_over_experts, silu_glu
+
+SMALL = MoEConfig(16, 12, RouterConfig(6, 2), shared_ffn=8, shared_gate=True)
+
+
+def plain_layer(layer: MoELayer, x_TD: Tensor) -> Tensor:
+    routing = layer.router(x_TD)
+    e = layer.experts
+    y_TD = loop_over_experts(x_TD, routing.ids_TK, routing.weights_TK, e.w13, e.w2)
+    if layer.shared is not None:
+        out = silu_glu(x_TD @ layer.shared.w13.t()) @ layer.shared.w2.t()
+        y_TD = y_TD + (out if layer.shared.gate is None else torch.sigmoid(x_TD @ layer.shared.gate.t()) * out)
+    return y_TD
+
+
+def gradients(layer: MoELayer, y: Tensor, x: Tensor) -> dict[str, Tensor]:
+    inputs = {"x": x, **dict(layer.named_parameters())}
+    grads = torch.autograd.grad(y, list(inputs.values()), draw(*y.shape, seed=9, dtype=y.dtype))
+    return dict(zip(inputs, grads, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_output_and_all_gradients_are_those_of_the_loop(dtype: torch.dtype) -> None:
+    layer = MoELayer.build(SMALL, seed=3, dtype=dtype)
+    x = draw(21, 16, dtype=dtype).requires_grad_()
+    y, want = layer(x), plain_layer(layer, x)
+    torch.testing.assert_close(y, want)
+    got, expected = gradients(layer, y, x), gradients(layer, want, x)
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name], msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_gradcheck_of_the_whole_layer() -> None:
+    layer = MoELayer.build(SMALL, seed=3, dtype=torch.float64)
+    routing = layer.router(draw(5, 16, dtype=torch.float64))
+    x = draw(5, 16, dtype=torch.float64).requires_grad_()
+    weights = routing.weights_TK.detach().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, w: layer(x, Routing(routing.ids_TK, w)), (x, weights))
+
+
+@pytest.mark.parametrize("shape", [(16,), (5, 16), (2, 3, 16), (2, 0, 16), (1, 2, 3, 16)])
+def test_any_leading_shape_comes_back(shape: tuple[int, ...]) -> None:
+    layer = MoELayer.build(SMALL, seed=0)
+    x = draw(*shape).requires_grad_()
+    y = layer(x)
+    assert y.shape == x.shape
+    y.sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
+    assert all(p.grad is not None for p in layer.parameters())
+
+
+def test_strided_input_gives_the_same_bits() -> None:
+    layer = MoELayer.build(SMALL, seed=0)
+    x = draw(3, 5, 16)
+    assert torch.equal(layer(x.transpose(0, 1)), layer(x.transpose(0, 1).contiguous()))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 16, 19])
+def test_a_tokens_routing_does_not_depend_on_its_batch(tokens: int) -> None:
+    layer = MoELayer.build(SMALL, seed=0)
+    x = draw(40, 16)
+    full, part = layer.router(x), layer.router(x[:tokens])
+    assert torch.equal(full.ids_TK[:tokens], part.ids_TK) and torch.equal(full.weights_TK[:tokens], part.weights_TK)
+    assert layer.shared is not None
+    assert torch.equal(layer.shared(x)[:tokens], layer.shared(x[:tokens]))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_changes_no_bit(reentrant: bool) -> None:
+    config = MoEConfig(16, 12, RouterConfig(6, 2, balance_loss=0.1, z_loss=0.01), shared_ffn=8)
+    layer = MoELayer.build(config, seed=0)
+
+    def run(again: bool) -> dict[str, Tensor]:
+        layer.zero_grad()
+        x = draw(21, 16).requires_grad_()
+        y = checkpoint(layer, x, use_reentrant=reentrant) if again else layer(x)
+        y.backward(draw(21, 16, seed=2))
+        return {"y": y.detach(), "x": x.grad, **{n: p.grad for n, p in layer.named_parameters()}}  # type: ignore[dict-item]
+
+    plain, again = run(False), run(True)
+    assert all(torch.equal(plain[name], again[name]) for name in plain)
+    assert int(layer.router.take_load().sum()) == 2 * 21 * 2
+
+
+def test_compiled_layer_gives_the_same_bits() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.moe = nn.LayerNorm(16), MoELayer.build(SMALL, seed=0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.moe(self.norm(x))
+
+    block = Block()
+    compiled = torch.compile(block, backend="aot_eager")
+    for tokens in (7, 12):
+        x = draw(tokens, 16)
+        one, two = x.clone().requires_grad_(), x.clone().requires_grad_()
+        y, z = block(one), compiled(two)
+        y.sum().backward()
+        z.sum().backward()
+        assert one.grad is not None and two.grad is not None
+        torch.testing.assert_close(z, y)
+        torch.testing.assert_close(two.grad, one.grad)
+
+
+def test_autocast_computes_in_bf16_and_routes_in_fp32() -> None:
+    layer = MoELayer.build(SMALL, seed=0)
+    x = draw(21, 16).requires_grad_()
+    plain = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+        assert torch.equal(layer.router(x).ids_TK, layer.router(x.detach()).ids_TK)
+    y.float().sum().backward()
+    assert y.dtype == torch.bfloat16 and x.grad is not None and x.grad.dtype == torch.float32
+    assert {p.grad.dtype for p in layer.parameters() if p.grad is not None} == {torch.float32}
+    torch.testing.assert_close(y.float(), plain, rtol=0.1, atol=2e-5)
+
+
+def test_a_bf16_layer_runs_and_trains() -> None:
+    layer = MoELayer.build(SMALL, seed=0, dtype=torch.bfloat16)
+    x = draw(21, 16, dtype=torch.bfloat16).requires_grad_()
+    layer(x).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+
+
+def test_zero_computation_experts_add_weight_times_x_or_nothing() -> None:
+    config = MoEConfig(16, 12, RouterConfig(7, 3, normalize=False), zero_experts=ZeroExperts(identity=2, zero=1))
+    layer = MoELayer.build(config, seed=0)
+    layer.router.weight.data.mul_(30)
+    x = draw(25, 16).requires_grad_()
+    routing = layer.router(x)
+    real = routing.ids_TK.where(routing.ids_TK < 4, torch.tensor(-1))
+    want = loop_over_experts(x, real, routing.weights_TK, layer.experts.w13, layer.experts.w2)
+    identity = (routing.ids_TK == 4) | (routing.ids_TK == 5)
+    want = want + (routing.weights_TK * identity).sum(1, keepdim=True) * x
+    assert identity.any() and (routing.ids_TK == 6).any()
+    got = layer(x)
+    torch.testing.assert_close(got, want)
+    one, two = gradients(layer, got, x), gradients(layer, want, x)
+    for name in two:
+        torch.testing.assert_close(one[name], two[name])
+
+
+def test_capacity_drops_and_counts() -> None:
+    layer = MoELayer.build(SMALL, seed=0)
+    layer.capacity = Capacity(0.5)
+    x = draw(30, 16)
+    y = layer(x)
+    assert layer.num_dropped is not None and int(layer.num_dropped) > 0 and y.isfinite().all()
+    layer.capacity = Capacity(100.0)
+    assert torch.equal(layer(x), MoELayer.build(SMALL, seed=0)(x)) and int(layer.num_dropped) == 0
+
+
+def test_auxiliary_losses_reach_the_router_and_leave_the_output() -> None:
+    with_loss = MoEConfig(16, 12, RouterConfig(6, 2, balance_loss=1.0, z_loss=0.5))
+    one, two = MoELayer.build(with_loss, seed=0), MoELayer.build(MoEConfig(16, 12, RouterConfig(6, 2)), seed=0)
+    x = draw(20, 16)
+    assert torch.equal(one(x), two(x))
+    one.aux_scale = 2.0
+    one(x).sum().backward()
+    two(x).sum().backward()
+    aux = one.router(x).aux_loss
+    (extra,) = torch.autograd.grad(aux, one.router.weight)
+    assert one.router.weight.grad is not None and two.router.weight.grad is not None
+    torch.testing.assert_close(one.router.weight.grad - two.router.weight.grad, 2 * extra, rtol=1e-4, atol=1e-6)
+
+
+def test_bad_input_raises_typed_errors() -> None:
+    layer = MoELayer.build(SMALL, seed=0, label="block 3")
+    with pytest.raises(InputError, match="hidden size is 16"):
+        layer(draw(3, 15))
+    x = draw(5, 16)
+    x[2, 0] = float("nan")
+    with pytest.raises(RoutingError, match="token 2"):
+        layer(x)
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    dispatcher = make_dispatcher(4)
+    with pytest.raises(ConfigError, match="router chooses among 5"):
+        MoELayer(Router(8, RouterConfig(5, 2)), Experts(4, 8, 4), dispatcher)
+    with pytest.raises(ConfigError, match="weights are for 3"):
+        MoELayer(Router(8, RouterConfig(4, 2)), Experts(3, 8, 4), dispatcher)
+    with pytest.raises(ConfigError, match="no real expert"):
+        MoEConfig(8, 4, RouterConfig(4, 2), zero_experts=ZeroExperts(3, 1))
+    with pytest.raises(ConfigError, match="shared_gate"):
+        MoEConfig(8, 4, RouterConfig(4, 2), shared_gate=True)
+
+
+def test_state_dict_has_readable_keys_and_round_trips() -> None:
+    layer = MoELayer.build(SMALL, seed=1)
+    keys = {"router.weight", "experts.w13", "experts.w2", "shared.w13", "shared.w2", "shared.gate"}
+    assert set(layer.state_dict()) == keys
+    other = MoELayer.build(SMALL, seed=2)
+    load_full_state_dict(other, gather_state_dict(layer))
+    assert torch.equal(other(draw(9, 16)), layer(draw(9, 16)))
+    holder = nn.Sequential(nn.Linear(16, 16), layer)
+    assert {"1.experts.w13", "0.weight"} <= set(gather_state_dict(holder))
+    with pytest.raises(InputError, match="holds 5 experts"):
+        load_full_state_dict(layer, {**layer.state_dict(), "experts.w13": layer.experts.w13[:5]})
+    assert torch.equal(single_rank_copy(layer)(draw(9, 16)), layer(draw(9, 16)))
+
+
+def test_building_draws_the_seed_from_torchs_generator() -> None:
+    torch.manual_seed(5)
+    one = MoELayer.build(SMALL)
+    torch.manual_seed(5)
+    two = MoELayer.build(SMALL)
+    assert torch.equal(one.experts.w13, two.experts.w13) and torch.equal(one.router.weight, two.router.weight)
+
+
+def test_a_deep_copy_has_its_own_weights_and_the_same_dispatcher() -> None:
+    layer = MoELayer.build(SMALL, seed=0)
+    copied = copy.deepcopy(layer)
+    assert copied.dispatcher is layer.dispatcher and torch.equal(copied(draw(5, 16)), layer(draw(5, 16)))
+    copied.experts.w2.data.zero_()
+    assert layer.experts.w2.any()
+
+
+def test_inference_keeps_nothing_for_backward() -> None:
+    layer = MoELayer.build(SMALL, seed=0)
+    with torch.no_grad():
+        assert not layer(draw(5, 16)).requires_grad
+    with torch.inference_mode():
+        assert layer(draw(5, 16)).shape == (5, 16)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu", "clamped_swiglu"])
+def test_shared_expert_matches_its_formula(activation: str) -> None:
+    shared = SharedExpert(16, 8, activation, gate=True)
+    x = draw(7, 16)
+    out = shared.activation.fn(x @ shared.w13.t()) @ shared.w2.t()
+    assert shared.gate is not None
+    torch.testing.assert_close(shared(x), torch.sigmoid(x @ shared.gate.t()) * out)

@@ -1,0 +1,180 @@
+"""EP 2 and 4 against EP 1 and float64, through every backend; ``check_grads`` passes what is right and only that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_comm.errors import ConfigError, RoutingError
+from moe_comm.layers import (
+    CheckGradsConfig,
+    MoEConfig,
+    MoELayer,
+    RouterConfig,
+    ZeroExperts,
+    check_grads,
+    gather_state_dict,
+    load_full_state_dict,
+    run_check_grads,
+)
+from tests.layers.reference import draw
+from tests.pool import RankPool
+
+BACKENDS = ["shared_memory", "all_to_all", "all_gather"]
+RICH = MoEConfig(
+    48,
+    20,
+    RouterConfig(9, 3, score="sigmoid", correction_bias=True, scale=2.5, balance_loss=0.1, z_loss=0.01),
+    expert_bias=True,
+    zero_experts=ZeroExperts(1, 1),
+    shared_ffn=24,
+    shared_gate=True,
+)
+
+
+@pytest.fixture(scope="module")
+def pool2() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def pool4() -> Iterator[RankPool]:
+    with RankPool(4) as pool:
+        yield pool
+
+
+def check_config(rank: int, world: int, config: CheckGradsConfig) -> tuple[bool, str]:
+    report = run_check_grads(config, dist.group.WORLD)
+    return report.ok, str(report)
+
+
+def check_layer(rank: int, world: int, arg: tuple[MoEConfig, str]) -> tuple[bool, str]:
+    config, backend = arg
+    layer = MoELayer.build(config, dist.group.WORLD, backend, seed=4)
+    report = check_grads(layer, tokens=19)
+    layer.dispatcher.close()
+    return report.ok, str(report)
+
+
+def check_broken(rank: int, world: int, arg: Any) -> tuple[bool, list[str]]:
+    """A layer whose rank 1 returns twice the gradient of its experts."""
+    layer = MoELayer.build(MoEConfig(16, 8, RouterConfig(4, 2)), dist.group.WORLD, "all_to_all", seed=4)
+    if rank == 1:
+        layer.experts.w2.register_hook(lambda grad: grad * 2)
+    report = check_grads(layer, tokens=19)
+    layer.dispatcher.close()
+    return report.ok, sorted({c.tensor for c in report.failures})
+
+
+def run_layer(rank: int, world: int, arg: tuple[MoEConfig, list[int]]) -> dict[str, Tensor]:
+    """Output and gradients of this rank's share of one global batch, and the full state dict."""
+    config, sizes = arg
+    layer = MoELayer.build(config, dist.group.WORLD if world > 1 else None, seed=4)
+    first = sum(sizes[:rank])
+    x = draw(sum(sizes), config.hidden)[first : first + sizes[rank]].clone().requires_grad_()
+    y = layer(x)
+    y.backward(draw(sum(sizes), config.hidden, seed=1)[first : first + sizes[rank]])
+    grads = {f"grad {n}": p.grad.clone() for n, p in layer.experts.named_parameters() if p.grad is not None}
+    state = gather_state_dict(layer)
+    load_full_state_dict(layer, {k: v + 1 for k, v in state.items()})
+    moved = gather_state_dict(layer)
+    assert all(torch.equal(moved[k], v + 1) for k, v in state.items())
+    layer.dispatcher.close()
+    assert x.grad is not None
+    return {"y": y.detach(), "x": x.grad, **grads, **state}
+
+
+def raise_on_nan(rank: int, world: int, arg: Any) -> str:
+    layer = MoELayer.build(MoEConfig(16, 8, RouterConfig(4, 2)), dist.group.WORLD, arg, seed=4)
+    x = draw(5, 16)
+    if rank == 1:
+        x[3] = float("nan")
+    try:
+        layer(x)
+    except RoutingError as error:
+        return str(error)
+    return "nothing raised"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("experts", [8, 5])
+def test_two_ranks_give_the_bits_of_one(pool2: RankPool, backend: str, experts: int) -> None:
+    config = CheckGradsConfig(num_experts=experts, backend=backend, hidden=40, ffn=24, shared_ffn=16)
+    for ok, text in pool2.run(check_config, config, timeout=120):
+        assert ok, text
+        assert "all right" in text and "WRONG" not in text
+
+
+def test_four_ranks_give_the_bits_of_one(pool4: RankPool) -> None:
+    config = CheckGradsConfig(num_experts=6, tokens=11, hidden=33, ffn=7, top_k=3)
+    for ok, text in pool4.run(check_config, config, timeout=120):
+        assert ok, text
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_part_of_a_layer_at_once(pool2: RankPool, backend: str) -> None:
+    for ok, text in pool2.run(check_layer, (RICH, backend), timeout=120):
+        assert ok, text
+
+
+def test_more_ranks_than_experts(pool4: RankPool) -> None:
+    config = replace(RICH, router=RouterConfig(5, 2), experts_per_rank=(2, 0, 1, 0), activation="geglu")
+    for ok, text in pool4.run(check_layer, (config, "auto"), timeout=120):
+        assert ok, text
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_other_dtypes(pool2: RankPool, dtype: str) -> None:
+    config = CheckGradsConfig(dtype=dtype, backend="all_to_all", tokens=13)
+    for ok, text in pool2.run(check_config, config, timeout=120):
+        assert ok, text
+
+
+def test_a_wrong_gradient_is_found_on_every_rank(pool2: RankPool) -> None:
+    for ok, wrong in pool2.run(check_broken, None, timeout=120):
+        assert not ok and wrong == ["experts.w2"]
+
+
+@pytest.mark.parametrize("sizes", [[7, 12], [0, 9], [1, 2]])
+def test_one_batch_spread_over_two_ranks_gives_the_bits_of_one(pool2: RankPool, sizes: list[int]) -> None:
+    alone = run_layer(0, 1, (RICH, [sum(sizes)]))
+    ranks = pool2.run(run_layer, (RICH, sizes), timeout=120)
+    for name, want in alone.items():
+        if name in ("y", "x") or name.startswith("grad "):
+            assert torch.equal(torch.cat([r[name] for r in ranks]), want), name
+        else:
+            assert all(torch.equal(r[name], want) for r in ranks), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nan_on_one_rank_raises_on_all(pool2: RankPool, backend: str) -> None:
+    assert all("token 3" in text for text in pool2.run(raise_on_nan, backend, timeout=60))
+
+
+def test_one_rank_is_checked_against_float64() -> None:
+    report = run_check_grads(CheckGradsConfig(shared_ffn=16, score="sigmoid"))
+    assert report.ok, report
+    assert {c.against for c in report.comparisons} == {"float64"}
+
+
+def test_a_check_leaves_the_layer_as_it_was() -> None:
+    layer = MoELayer.build(RICH, seed=1)
+    layer(draw(5, 48))
+    before, load = {k: v.clone() for k, v in layer.state_dict().items()}, layer.router.load_E.clone()
+    assert check_grads(lambda: layer, tokens=9).ok
+    assert all(torch.equal(v, before[k]) for k, v in layer.state_dict().items())
+    assert torch.equal(layer.router.load_E, load) and all(p.grad is None for p in layer.parameters())
+
+
+def test_wrong_settings_of_a_check_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no tokens anywhere"):
+        run_check_grads(CheckGradsConfig(cases=("nonsense",)))
+    with pytest.raises(ConfigError, match="int8"):
+        CheckGradsConfig(dtype="int8")

@@ -1,0 +1,270 @@
+"""Routers against Hugging Face's formulas, odd logits, losses, bias updates, counting."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from moe_comm.dispatch import DROPPED, INVALID_LOGITS, make_dispatcher
+from moe_comm.errors import ConfigError, InputError, RoutingError
+from moe_comm.layers import Router, RouterConfig, attach_loss
+from moe_comm.layers.losses import sequence_balance_loss
+from tests.layers.reference import draw
+
+NAN, INF = float("nan"), float("inf")
+
+
+def router_for(logits: Tensor, config: RouterConfig) -> tuple[Router, Tensor]:
+    """A router and an input that give exactly these logits."""
+    router = Router(config.num_experts, config)
+    router.weight.data.copy_(torch.eye(config.num_experts))
+    return router, logits
+
+
+def by_expert(routing_ids: Tensor, weights: Tensor, experts: int) -> Tensor:
+    return torch.zeros(weights.shape[0], experts, dtype=weights.dtype).scatter(1, routing_ids, weights)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_softmax_top_k_is_that_of_mixtral_qwen_and_olmoe(normalize: bool) -> None:
+    router = Router(32, RouterConfig(8, 3, normalize=normalize))
+    x = draw(50, 32)
+    probs = (x @ router.weight.t()).softmax(-1)
+    values, ids = probs.topk(3)
+    values = values / values.sum(-1, keepdim=True) if normalize else values
+    got = router(x)
+    assert torch.equal(got.ids_TK, ids)
+    torch.testing.assert_close(got.weights_TK, values)
+
+
+def test_sigmoid_with_groups_and_bias_is_that_of_deepseek_v3() -> None:
+    config = RouterConfig(
+        16, 4, score="sigmoid", scale=2.5, num_groups=4, top_groups=2, group_score="top2_sum", correction_bias=True
+    )
+    router = Router(32, config)
+    router.weight.data.mul_(20)
+    assert router.correction_bias is not None
+    router.correction_bias.copy_(draw(16, seed=3) * 0.3)
+    x = draw(60, 32)
+    scores = (x @ router.weight.t()).sigmoid()
+    choice = scores + router.correction_bias
+    groups = choice.view(-1, 4, 4).topk(2, -1).values.sum(-1).topk(2, -1).indices
+    mask = torch.zeros(60, 4).scatter_(1, groups, 1).bool().repeat_interleave(4, 1)
+    ids = choice.masked_fill(~mask, -INF).topk(4, -1).indices
+    weights = scores.gather(1, ids)
+    weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * 2.5
+    got = router(x)
+    torch.testing.assert_close(by_expert(got.ids_TK, got.weights_TK, 16), by_expert(ids, weights, 16))
+    router.weight.grad = None
+    assert not router.correction_bias.requires_grad
+
+
+def test_softmax_over_the_chosen_logits_is_that_of_gpt_oss_and_of_normalised_softmax() -> None:
+    router = Router(32, RouterConfig(8, 3, score="topk_softmax", linear_bias=True))
+    assert router.bias is not None
+    router.bias.data.copy_(draw(8, seed=4))
+    x = draw(40, 32)
+    values, ids = (x @ router.weight.t() + router.bias).topk(3)
+    got = router(x)
+    assert torch.equal(got.ids_TK, ids)
+    torch.testing.assert_close(got.weights_TK, values.softmax(-1))
+    twin = Router(32, RouterConfig(8, 3, linear_bias=True))
+    twin.load_state_dict(router.state_dict())
+    torch.testing.assert_close(twin(x).weights_TK, got.weights_TK)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "topk_softmax"])
+def test_gradients_are_right(score: str) -> None:
+    router = Router(5, RouterConfig(6, 2, score=score, linear_bias=True, balance_loss=0.1, z_loss=0.1)).double()  # type: ignore[arg-type]
+    router.weight.data.copy_(draw(6, 5, dtype=torch.float64))
+    x = draw(7, 5, dtype=torch.float64).requires_grad_()
+
+    def run(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        out = torch.func.functional_call(router, {"weight": w, "bias": b}, x)
+        return out.weights_TK, out.aux_loss
+
+    assert torch.autograd.gradcheck(
+        run, (x, router.weight.detach().requires_grad_(), router.bias.detach().requires_grad_())
+    )  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "topk_softmax"])
+@pytest.mark.parametrize("experts", [7, 64])
+def test_a_tokens_routing_has_the_same_bits_in_every_batch(score: str, experts: int) -> None:
+    router = Router(48, RouterConfig(experts, 3, score=score))  # type: ignore[arg-type]
+    router.weight.data.mul_(20)
+    x, grad = draw(130, 48), draw(130, 3, seed=1)
+
+    def run(rows: slice) -> tuple[Tensor, ...]:
+        leaf = x[rows].clone().requires_grad_()
+        out = router(leaf)
+        out.weights_TK.backward(grad[rows])
+        assert leaf.grad is not None
+        return out.ids_TK, out.weights_TK.detach(), leaf.grad
+
+    full = run(slice(None))
+    for rows in (1, 2, 3, 5, 16, 31, 64, 129):
+        for part in (slice(0, rows), slice(130 - rows, 130)):
+            assert all(torch.equal(a, b[part]) for a, b in zip(run(part), full, strict=True)), (rows, part)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "topk_softmax"])
+def test_bad_logits_mark_the_token_and_dispatch_raises(score: str) -> None:
+    config = RouterConfig(4, 2, score=score)  # type: ignore[arg-type]
+    router = Router(4, config)
+    x = draw(6, 4)
+    good = router(x)
+    for bad in (NAN, INF):
+        spoiled = x.clone()
+        spoiled[3, 1] = bad
+        router.weight.data.abs_()
+        got = router(spoiled)
+        assert (got.ids_TK[3] == INVALID_LOGITS).all() and (got.weights_TK[3] == 0).all()
+        assert (got.ids_TK[[0, 1, 2, 4, 5]] >= 0).all()
+        with pytest.raises(RoutingError, match="token 3"):
+            make_dispatcher(4).dispatch(x, got.ids_TK)
+    assert good.ids_TK.min() >= 0
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "topk_softmax"])
+def test_minus_infinity_forbids_an_expert(score: str) -> None:
+    config = RouterConfig(5, 3, score=score, linear_bias=True, correction_bias=score == "sigmoid")  # type: ignore[arg-type]
+    router = Router(8, config)
+    assert router.bias is not None
+    if router.correction_bias is not None:
+        router.correction_bias.copy_(torch.tensor([5.0, 5.0, -9.0, -9.0, -9.0]))
+    router.bias.data[:2] = -INF
+    x = draw(20, 8).requires_grad_()
+    got = router(x)
+    assert sorted(got.ids_TK[0].tolist()) == [2, 3, 4]
+    assert (got.ids_TK >= 2).all()
+    got.weights_TK.sum().backward()
+    assert x.grad is not None and x.grad.isfinite().all()
+    router.bias.data[2] = -INF
+    got = router(x)
+    assert ((got.ids_TK == DROPPED).sum(1) == 1).all() and (got.weights_TK[got.ids_TK == DROPPED] == 0).all()
+    torch.testing.assert_close(got.weights_TK.sum(1), torch.ones(20))
+    router.bias.data.fill_(-INF)
+    assert (router(x).ids_TK == INVALID_LOGITS).all()
+
+
+def test_far_off_experts_whose_softmax_underflows_are_still_chosen_once_each() -> None:
+    router, x = router_for(torch.tensor([[500.0, 0.0, -500.0, -501.0]]), RouterConfig(4, 4))
+    assert sorted(router(x).ids_TK[0].tolist()) == [0, 1, 2, 3]
+
+
+def test_routing_runs_in_fp32_under_autocast_and_in_bf16_models() -> None:
+    router = Router(64, RouterConfig(8, 2, correction_bias=True))
+    x = draw(30, 64)
+    plain = router(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = router(x)
+    assert got.logits_TE.dtype == got.weights_TK.dtype == torch.float32
+    assert torch.equal(got.logits_TE, plain.logits_TE)
+    half = router.bfloat16()(x.bfloat16())
+    assert half.weights_TK.dtype == torch.float32
+    assert router.correction_bias is not None and router.correction_bias.dtype == torch.float32
+
+
+def test_balance_loss_is_that_of_switch_and_hugging_face() -> None:
+    config = RouterConfig(8, 2, balance_loss=0.5, z_loss=0.25)
+    router = Router(16, config)
+    x = draw(33, 16)
+    got = router(x)
+    logits = x @ router.weight.t()
+    probs = logits.softmax(-1)
+    chosen = torch.nn.functional.one_hot(probs.topk(2).indices, 8).float()
+    expected = 8 * (chosen.mean(0) * probs.mean(0).unsqueeze(0)).sum()
+    torch.testing.assert_close(router.losses["balance"], expected)
+    torch.testing.assert_close(router.losses["z"], logits.logsumexp(-1).square().mean())
+    torch.testing.assert_close(got.aux_loss, 0.5 * expected + 0.25 * logits.logsumexp(-1).square().mean())
+    assert router.eval()(x).aux_loss is None
+
+
+def test_sequence_balance_loss_is_that_of_deepseek_v3() -> None:
+    probs = draw(12, 4).softmax(-1)
+    ids = probs.topk(2).indices
+    total = 0.0
+    for s in range(3):
+        p, i = probs[4 * s : 4 * s + 4], ids[4 * s : 4 * s + 4]
+        for e in range(4):
+            total += float((i == e).sum()) * 4 / (2 * 4) * float(p[:, e].mean())
+    got = sequence_balance_loss(probs, ids, 3, torch.tensor(3))
+    assert float(got) == pytest.approx(total / 3, rel=1e-5)
+    config = RouterConfig(4, 2, score="sigmoid", balance_loss=1.0, balance_form="sequence", z_loss=1.0)
+    router = Router(6, config)
+    assert router(draw(12, 6), 3).aux_loss.isfinite()
+    assert router(draw(0, 6), 3).aux_loss == 0
+
+
+def test_attached_loss_leaves_the_value_and_adds_its_gradient() -> None:
+    x, w = draw(4, 3).requires_grad_(), draw(3, seed=1).requires_grad_()
+    y = attach_loss(x * 2, (w * w).sum(), 3.0)
+    assert torch.equal(y, x * 2)
+    y.sum().backward()
+    assert x.grad is not None and w.grad is not None
+    assert torch.equal(x.grad, torch.full_like(x, 2)) and torch.equal(w.grad, 6 * w.detach())
+
+
+def test_bias_update_lifts_the_idle_and_lowers_the_busy() -> None:
+    router = Router(8, RouterConfig(4, 1, score="sigmoid", correction_bias=True))
+    router.update_bias(torch.tensor([10, 0, 5, 5]), 0.5)
+    assert router.correction_bias is not None and router.correction_bias.tolist() == [-0.5, 0.5, 0, 0]
+    router.update_bias(torch.tensor([9, 1, 1, 1]), 0.5, recenter=True)
+    assert float(router.correction_bias.mean()) == pytest.approx(0, abs=1e-7)
+    assert "correction_bias" in router.state_dict() and "load_E" not in router.state_dict()
+    with pytest.raises(InputError):
+        router.update_bias(torch.zeros(3))
+    with pytest.raises(ConfigError):
+        Router(8, RouterConfig(4, 1)).update_bias(torch.zeros(4))
+
+
+def test_bias_updates_balance_a_skewed_load() -> None:
+    router = Router(16, RouterConfig(8, 2, score="sigmoid", correction_bias=True))
+    router.weight.data.copy_(draw(8, 16) * 0.2)
+    x = draw(400, 16) + 1.0
+    spread = []
+    for _ in range(200):
+        router(x)
+        load = router.take_load()
+        spread.append(float(load.max()) / float(load.float().mean()))
+        router.update_bias(load, 0.01)
+    assert spread[-1] < 1.2 < spread[0]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_load_is_counted_once_under_checkpointing_and_never_in_eval(reentrant: bool) -> None:
+    router = Router(8, RouterConfig(4, 2))
+    x = draw(10, 8).requires_grad_()
+    checkpoint(lambda x: router(x).weights_TK, x, use_reentrant=reentrant).sum().backward()
+    assert int(router.load_E.sum()) == 20
+    router.eval()(x)
+    assert int(router.take_load().sum()) == 20
+    assert int(router.load_E.sum()) == 0
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"top_k": 0},
+        {"top_k": 9},
+        {"score": "softmux"},
+        {"num_groups": 3},
+        {"num_groups": 4, "top_groups": 5},
+        {"num_groups": 8, "top_groups": 1},
+        {"balance_loss": -1.0},
+    ],
+)
+def test_wrong_settings_are_refused(bad: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        RouterConfig(**{"num_experts": 8, "top_k": 2, **bad})  # type: ignore[arg-type]
+
+
+def test_zero_tokens_route_to_nothing() -> None:
+    router = Router(8, RouterConfig(4, 2, balance_loss=0.1, z_loss=0.1))
+    got = router(torch.zeros(0, 8))
+    assert got.ids_TK.shape == got.weights_TK.shape == (0, 2) and got.aux_loss == 0
+    got.aux_loss.backward()
+    assert router.weight.grad is not None and not router.weight.grad.any()
