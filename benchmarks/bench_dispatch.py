@@ -1,0 +1,56 @@
+"""pytest-benchmark over single operations of one rank, for a quick before and after on one machine:
+
+    pytest benchmarks/bench_dispatch.py --benchmark-only
+
+The comparison with other libraries, over several ranks, is ``moe-comm bench dispatch``; it runs here once as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moe_comm.bench.case import Case, make_case
+from moe_comm.bench.dispatch import Ours, measure_all
+from moe_comm.bench.settings import DispatchBench
+from moe_comm.dispatch import make_dispatcher
+
+SHAPES = {
+    "small": DispatchBench(ranks=1, tokens=16, hidden=1024, peers=()),
+    "large": DispatchBench(ranks=1, tokens=4096, hidden=1024, peers=()),
+}
+
+
+@pytest.fixture(params=list(SHAPES))
+def settings(request: pytest.FixtureRequest) -> DispatchBench:
+    return SHAPES[request.param]
+
+
+@pytest.fixture
+def case(settings: DispatchBench) -> Case:
+    return make_case(settings, 0)
+
+
+@pytest.mark.parametrize("phase", ["dispatch", "combine", "combine_backward", "dispatch_backward"])
+def test_phase(benchmark: Any, settings: DispatchBench, case: Case, phase: str) -> None:
+    dispatcher = make_dispatcher(settings.experts)
+    ours = Ours(dispatcher, settings, case)
+    steps = ours.steps()
+    names = [name for name, _ in steps]
+
+    def prepare() -> None:
+        steps[-1][1]()
+        for _, work in steps[: names.index(phase)]:
+            work()
+
+    benchmark.pedantic(dict(step for step in steps if step[0])[phase], setup=prepare, rounds=10, warmup_rounds=2)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_against_the_others(benchmark: Any, ranks: int) -> None:
+    settings = DispatchBench(ranks=ranks, tokens=1024, iterations=5)
+    found = benchmark.pedantic(measure_all, args=([settings],), rounds=1)[0]
+    benchmark.extra_info.update({key: found[key] for key in ("dispatch_ms", "combine_ms", "limit_ratio", "peers")})
+    assert torch.tensor([found["dispatch_ms"], found["combine_ms"]]).gt(0).all()

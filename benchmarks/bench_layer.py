@@ -1,0 +1,34 @@
+"""pytest-benchmark over the whole layer, forward and backward, one rank:
+
+    pytest benchmarks/bench_layer.py --benchmark-only
+
+The comparison over several ranks is ``moe-comm bench layer``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moe_comm.bench.layer import KINDS, Turn
+from moe_comm.bench.settings import LAYER_PRESETS, LayerBench
+
+
+@pytest.mark.parametrize("name", ["moe_comm_ep1", "hf_grouped_mm"])
+@pytest.mark.parametrize("preset", LAYER_PRESETS)
+def test_layer(benchmark: Any, preset: str, name: str) -> None:
+    settings = LayerBench(ranks=1, **LAYER_PRESETS[preset])
+    if reason := KINDS[name].why_not(settings):
+        pytest.skip(reason)
+    x_TD = torch.randn(settings.tokens, settings.hidden, generator=torch.Generator().manual_seed(0))
+    turn = Turn(KINDS[name](settings, 0), x_TD, x_TD)
+
+    def step() -> None:
+        turn.forward()
+        turn.backward()
+        turn.drop()
+
+    benchmark.pedantic(step, rounds=3, warmup_rounds=1)
+    benchmark.extra_info["gflops"] = settings.flops * 1e-9 / benchmark.stats.stats.median

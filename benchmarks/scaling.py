@@ -1,0 +1,53 @@
+"""Does time grow linearly, in tokens up to 65,536 a rank and in hidden size? Measures, plots, and says the slopes.
+
+    python benchmarks/scaling.py --ranks 2 --out benchmarks/results/scaling
+
+writes OUT_tokens.{json,svg,html} and OUT_hidden.{json,svg,html}. The longest points move 134 MB a rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from moe_comm.bench import plot, report, sweep
+from moe_comm.bench.settings import DispatchBench
+
+SWEEPS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "tokens": (sweep.TOKENS, {"hidden": 64}),
+    "hidden": (sweep.HIDDEN, {"tokens": 1024}),
+}
+
+
+def main() -> None:
+    """Measure both sweeps and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--iterations", type=int, default=9)
+    parser.add_argument("--peers", nargs="*", default=["torch_gloo"])
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/scaling"))
+    given = parser.parse_args()
+    for axis, (values, fixed) in SWEEPS.items():
+        base = DispatchBench(
+            ranks=given.ranks,
+            dtype=given.dtype,
+            backend=given.backend,
+            iterations=given.iterations,
+            peers=tuple(given.peers),
+            **fixed,
+        )
+        found = sweep.run(sweep.Sweep(base, axis, values))
+        if not found:
+            continue
+        stem = given.out.with_name(f"{given.out.name}_{axis}")
+        report.write_json(found, str(stem.with_suffix(".json")))
+        print(f"{axis}: " + ", ".join(map(str, plot.write(found, stem))))
+        for name, line in found["linearity"].items():
+            print(f"  {name}: slope {line['log_slope']:.2f}, unit cost last/first {line['unit_cost_ratio']:.2f}")
+
+
+if __name__ == "__main__":
+    main()

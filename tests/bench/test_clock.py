@@ -1,0 +1,53 @@
+"""Pinning and the arithmetic of times; no test here depends on how long anything takes."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from moe_comm.bench.clock import Clock, summarise, sync_alone
+from moe_comm.bench.ranks import cores_of_rank, pinned
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cores", "want"),
+    [
+        (1, [0, 1], [[0, 1]]),
+        (2, [0, 1], [[0], [1]]),
+        (4, [0, 1], [[0], [0], [1], [1]]),
+        (2, [3, 5, 7, 9], [[3, 5], [7, 9]]),
+        (3, [0, 1, 2, 3], [[0], [1], [2, 3]]),
+    ],
+)
+def test_ranks_get_their_own_cores_while_there_are_enough(ranks: int, cores: list[int], want: list[list[int]]) -> None:
+    assert [cores_of_rank(rank, ranks, cores) for rank in range(ranks)] == want
+
+
+def test_pinning_ends_with_its_block() -> None:
+    before = os.sched_getaffinity(0)
+    with pinned(0, len(before)) as threads:
+        assert threads == 1
+        assert len(os.sched_getaffinity(0)) == 1
+    assert os.sched_getaffinity(0) == before
+
+
+def test_an_iteration_takes_as_long_as_its_slowest_rank_and_the_median_is_reported() -> None:
+    key = ("ours", "dispatch")
+    stats = summarise([{key: [0.001, 0.005, 0.003]}, {key: [0.004, 0.002, 0.003]}])[key]
+    assert stats["median_ms"] == pytest.approx(4.0)
+    assert stats["min_ms"] == pytest.approx(3.0)
+    assert stats["iterations"] == 3
+
+
+def test_parts_are_timed_one_after_another_and_together() -> None:
+    clock = Clock(sync_alone)
+    done: list[str] = []
+    clock.measure("ours", ("forward", lambda: done.append("f")), ("backward", lambda: done.append("b")))
+    clock.measure("gemm", ("total", lambda: done.append("g")))
+    assert done == ["f", "b", "g"]
+    assert {phase for _, phase in clock.times} == {"forward", "backward", "total"}
+    (total,) = clock.times["ours", "total"]
+    assert total >= clock.times["ours", "forward"][0] + clock.times["ours", "backward"][0] - 1e-9
+    clock.clear()
+    assert not clock.times

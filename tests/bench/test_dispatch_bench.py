@@ -1,0 +1,159 @@
+"""``bench dispatch`` end to end at tiny sizes: keys, agreement of all contestants, and refusal of wrong answers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_comm.bench import dispatch, mpi_ranks, sweep
+from moe_comm.bench.case import (
+    WrongAnswer,
+    error_of,
+    expected_rows,
+    expected_sum,
+    expected_y,
+    make_case,
+    make_ids,
+    make_x,
+    require,
+)
+from moe_comm.bench.settings import DISPATCH_PEERS, DispatchBench
+from moe_comm.dispatch import make_dispatcher
+from moe_comm.errors import ConfigError
+
+TINY = DispatchBench(ranks=2, tokens=33, hidden=48, experts=7, top_k=3, warmup=1, iterations=2)
+PHASES = ("dispatch", "combine", "combine_backward", "dispatch_backward")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One whole run at two ranks, as the command does it; read back from its file."""
+    path = tmp_path_factory.mktemp("bench") / "out.json"
+    returned = dispatch.main(TINY, str(path))
+    read: dict[str, Any] = json.loads(path.read_text())
+    assert read == returned
+    return read
+
+
+def test_result_has_every_promised_key(found: dict[str, Any]) -> None:
+    for key in (*(f"{phase}_ms" for phase in PHASES), "dispatch_limit_ms", "combine_limit_ms", "limit_ratio"):
+        assert found[key] > 0, key
+    assert found["settings"]["tokens"] == TINY.tokens
+    assert found["settings"]["iterations"] == TINY.iterations
+    assert {"cpu", "cores", "isa", "versions"} <= found["machine"].keys()
+    assert set(found["overhead_us"]) == {"dispatch", "combine"}
+
+
+def test_ratios_follow_from_the_times(found: dict[str, Any]) -> None:
+    ours = found["dispatch_ms"] + found["combine_ms"]
+    limit = found["dispatch_limit_ms"] + found["combine_limit_ms"]
+    assert found["limit_ratio"] == pytest.approx(ours / limit)
+    for peer in found["peers"].values():
+        assert peer["speedup"] == pytest.approx((peer["dispatch_ms"] + peer["combine_ms"]) / ours)
+        assert peer["speedup_dispatch"] == pytest.approx(peer["dispatch_ms"] / found["dispatch_ms"])
+
+
+def test_every_peer_is_measured_or_skipped_with_a_reason(found: dict[str, Any]) -> None:
+    assert set(found["peers"]) | set(found["skipped"]) == set(DISPATCH_PEERS)
+    assert {"torch_gloo", "torch_gloo_tuned"} <= found["peers"].keys()
+    if mpi_ranks.why_not() is None:
+        assert {"torch_mpich", "torch_mpich_tuned"} <= found["peers"].keys(), found["skipped"]
+        assert "mpiexec" in found["peers"]["torch_mpich"]["measured"]
+
+
+def test_ours_agrees_with_plain_torch_in_bits_and_peers_within_tolerance(found: dict[str, Any]) -> None:
+    assert found["max_error"]["moe_comm"]["combine"] == 0.0
+    assert all(error < 1e-5 for errors in found["max_error"].values() for error in errors.values())
+
+
+def test_a_result_can_be_measured_again_from_its_settings(found: dict[str, Any]) -> None:
+    assert DispatchBench.from_dict(found["settings"]) == TINY
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_one_rank_runs_in_every_dtype(dtype: str) -> None:
+    settings = replace(TINY, ranks=1, dtype=dtype, peers=("torch_gloo", "torch_gloo_tuned"))
+    (found,) = dispatch.measure_all([settings])
+    assert set(found["peers"]) == set(settings.peers)
+    assert found["dispatch_limit_ms"] > 0
+
+
+def test_forward_alone_and_no_tokens_are_measured() -> None:
+    settings = replace(TINY, ranks=1, peers=("torch_gloo_tuned",))
+    alone, empty = dispatch.measure_all([replace(settings, backward=False), replace(settings, tokens=0)])
+    assert alone["dispatch_backward_ms"] is None
+    assert empty["dispatch_ms"] > 0
+
+
+def test_wrong_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = replace(TINY, ranks=1)
+    case = make_case(settings, 0)
+    ours = dispatch.Ours(make_dispatcher(settings.experts), settings, case)
+    monkeypatch.setattr(dispatch, "expected_rows", lambda s, rank: expected_rows(s, rank).flip(0))
+    with pytest.raises(WrongAnswer, match="dispatch differs"):
+        ours.check()
+
+
+def test_nan_and_wrong_shapes_never_pass() -> None:
+    want = torch.ones(2, 3)
+    assert error_of(torch.full((2, 3), float("nan")), want) == float("inf")
+    assert error_of(torch.ones(3, 2), want) == float("inf")
+    with pytest.raises(WrongAnswer):
+        require("x", "y", torch.full((2, 3), float("nan")), want, bits=False)
+
+
+def test_inputs_are_seeded_distinct_and_differ_between_ranks() -> None:
+    ids_TK = make_ids(TINY, 0)
+    assert torch.equal(ids_TK, make_ids(TINY, 0))
+    assert not torch.equal(ids_TK, make_ids(TINY, 1))
+    assert not torch.equal(make_x(TINY, 0), make_x(TINY, 1))
+    assert all(len(set(row)) == TINY.top_k for row in ids_TK.tolist())
+    case = make_case(TINY, 0)
+    unweighted = expected_sum(case, None, case.x_TD)
+    assert error_of(unweighted, case.x_TD * case.scale_E[case.ids_TK].sum(1, keepdim=True)) < 1e-6
+    assert expected_y(case).shape == case.x_TD.shape
+
+
+def test_sweep_reports_growth_per_line(tmp_path: Path) -> None:
+    from moe_comm.bench import plot
+
+    base = replace(TINY, ranks=1, peers=("torch_gloo",))
+    found = sweep.run(sweep.Sweep(base, "hidden", (16, 32)))
+    assert found["values"] == [16, 32]
+    assert set(found["milliseconds"]) == set(found["linearity"])
+    assert "torch_gloo dispatch" in found["milliseconds"]
+    svg = plot.write(found, tmp_path / "plot")[0].read_text()
+    assert svg.startswith("<svg") and svg.count("<polyline") > len(found["milliseconds"])
+
+
+def test_linearity_of_a_straight_line_is_one() -> None:
+    line = sweep.linearity((10, 100, 1000), [1.0, 10.0, 100.0])
+    assert line["log_slope"] == pytest.approx(1.0)
+    assert line["unit_cost_ratio"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"top_k": 8}, "top_k"),
+        ({"ranks": 8}, "ranks"),
+        ({"dtype": "float8"}, "float8"),
+        ({"backend": "carrier_pigeon"}, "carrier_pigeon"),
+        ({"peers": ("nccl",)}, "nccl"),
+        ({"hidden": 0}, "hidden"),
+        ({"device": "cuda"}, "ranks=2"),
+    ],
+)
+def test_bad_settings_are_named(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        replace(TINY, **change)
+
+
+def test_a_sweep_must_increase() -> None:
+    with pytest.raises(ConfigError, match="increase"):
+        sweep.Sweep(TINY, "tokens", (8, 4))
