@@ -33,8 +33,6 @@ class CMakeBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
         import pybind11
 
-        target = Path(self.get_ext_fullpath(ext.name)).resolve()
-        target.parent.mkdir(parents=True, exist_ok=True)
         configure = [
             tool("cmake"),
             "-G",
@@ -44,7 +42,6 @@ class CMakeBuild(build_ext):
             f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
-            f"-DMOE_COMM_OUTPUT_DIR={target.parent}",
             f"-DMOE_COMM_CUDA={os.environ.get('MOE_COMM_CUDA', 'auto')}",
         ]
         build = ROOT / "build" / f"native-{sysconfig.get_config_var('SOABI')}"
@@ -57,8 +54,13 @@ class CMakeBuild(build_ext):
             stamp.write_text(key)
         jobs = os.environ.get("MOE_COMM_JOBS", str(len(os.sched_getaffinity(0))))
         self._run([tool("cmake"), "--build", str(build), "--target", "_C", "-j", jobs])
-        if not target.exists():
-            raise SystemExit(f"moe_comm: the build ended without {target.name} in {target.parent}")
+        # Copied rather than built there: an editable and an ordinary build have other targets but share this folder.
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # A new file, not new bytes in the old one: a running process has that one mapped.
+        fresh = target.with_suffix(".new")
+        shutil.copy2(build / target.name, fresh)
+        fresh.replace(target)
 
     @staticmethod
     def _run(command: list[str]) -> None:

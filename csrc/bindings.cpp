@@ -127,7 +127,12 @@ PYBIND11_MODULE(_C, m) {
       .def(
           "tensor",
           [](const std::shared_ptr<Heap>& heap, int64_t rows, int64_t columns, int dtype) {
-            const int64_t offset = without_gil([&] { return heap->alloc(rows * columns * dtype_bytes(dtype)); });
+            int64_t bytes = 0;
+            if (rows < 0 || columns < 0 || __builtin_mul_overflow(rows, columns, &bytes) ||
+                __builtin_mul_overflow(bytes, dtype_bytes(dtype), &bytes)) {
+              throw HeapError("no block has " + std::to_string(rows) + " x " + std::to_string(columns) + " elements");
+            }
+            const int64_t offset = without_gil([&] { return heap->alloc(bytes); });
             return block_tensor(heap, offset, rows, columns, dtype);
           },
           py::arg("rows"), py::arg("columns"), py::arg("dtype"),
@@ -172,8 +177,8 @@ PYBIND11_MODULE(_C, m) {
                                    sent.layout);
            })
       .def("sum",
-           [](Transfer& t, const std::array<int64_t, kComparedWords>& compared, std::string label,
-              const Layout& layout, uintptr_t rows, int64_t rows_stride, uintptr_t weights, uintptr_t y) {
+           [](Transfer& t, const std::array<int64_t, kComparedWords>& compared, std::string label, const Layout& layout,
+              uintptr_t rows, int64_t rows_stride, uintptr_t weights, uintptr_t y) {
              const Op op = make_op(compared, std::move(label), 0, "");
              without_gil([&] {
                t.sum(op, layout, {pointer<char>(rows), rows_stride}, pointer<float>(weights), pointer<char>(y));
@@ -202,7 +207,8 @@ PYBIND11_MODULE(_C, m) {
         });
       },
       py::arg("h"), py::arg("h_stride"), py::arg("act"), py::arg("rows"), py::arg("width"), py::arg("dtype"),
-      py::arg("threads"), "act [rows, width] = silu(gate) * up, h [rows, 2 * width] = gate | up; h_stride in elements.");
+      py::arg("threads"),
+      "act [rows, width] = silu(gate) * up, h [rows, 2 * width] = gate | up; h_stride in elements.");
   m.def(
       "swiglu_backward",
       [](uintptr_t h, int64_t h_stride, uintptr_t grad_act, uintptr_t grad_h, uintptr_t act, int64_t rows,
@@ -210,11 +216,10 @@ PYBIND11_MODULE(_C, m) {
         py::gil_scoped_release release;
         const int64_t size = dtype_bytes(dtype);
         parallel_for(rows, 64, threads, [&](int64_t first, int64_t last) {
-          kernels().swiglu_backward(pointer<char>(h) + first * h_stride * size, h_stride,
-                                    pointer<char>(grad_act) + first * width * size,
-                                    pointer<char>(grad_h) + first * 2 * width * size,
-                                    act ? pointer<char>(act) + first * width * size : nullptr, last - first, width,
-                                    dtype);
+          kernels().swiglu_backward(
+              pointer<char>(h) + first * h_stride * size, h_stride, pointer<char>(grad_act) + first * width * size,
+              pointer<char>(grad_h) + first * 2 * width * size,
+              act ? pointer<char>(act) + first * width * size : nullptr, last - first, width, dtype);
         });
       },
       py::arg("h"), py::arg("h_stride"), py::arg("grad_act"), py::arg("grad_h"), py::arg("act"), py::arg("rows"),
@@ -244,10 +249,10 @@ PYBIND11_MODULE(_C, m) {
       },
       "Benchmark limit: dst[t] = sum of weights[t, k] times the row at address src[t, k].");
 
-  m.def("pack_header", [](const std::array<int64_t, kComparedWords>& compared, std::string label, int64_t fault,
-                          std::string text) {
-    return py::bytes(pack_header(make_op(compared, std::move(label), fault, std::move(text))));
-  });
+  m.def("pack_header",
+        [](const std::array<int64_t, kComparedWords>& compared, std::string label, int64_t fault, std::string text) {
+          return py::bytes(pack_header(make_op(compared, std::move(label), fault, std::move(text))));
+        });
   m.def("sweep_stale", &sweep_stale, "Remove /dev/shm/<prefix>.<pid>.* of dead processes; returns how many.");
   m.def("isa", [] { return std::string(kernels().name); }, "The instruction set in use.");
   m.def("isas", &isa_names, "Instruction sets that can run here, best first.");

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from moe_comm.dispatch import make_dispatcher
+from moe_comm import make_dispatcher
 from moe_comm.runtime.launch import init_ranks, launch
 
 HIDDEN, EXPERTS, TOP_K = 4, 4, 2

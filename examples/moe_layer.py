@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from moe_comm.layers import MoEConfig, MoELayer, RouterConfig, check_grads
+from moe_comm import MoEConfig, MoELayer, RouterConfig, check_grads
 from moe_comm.runtime.launch import init_ranks, launch
 
 HIDDEN, TOKENS = 32, 64

@@ -1,4 +1,4 @@
-"""Types of the native core (csrc/bindings.cpp). Addresses are plain integers; the caller keeps what they point to alive.
+"""Types of the native core (csrc/bindings.cpp). Addresses are plain integers; the caller keeps their memory alive.
 
 dtype codes: 0 float32, 1 bfloat16, 2 float16. Strides are in elements. ``compared``: the header's compared words.
 """

@@ -29,11 +29,18 @@ const char* const kOps[] = {"dispatch", "combine", "combine backward", "dispatch
 
 std::string op_name(int64_t op) { return op >= 0 && op < 4 ? kOps[op] : "an unknown operation"; }
 
-std::string label_of(const Record& record) {
-  if (record.header[kFaultWord]) return "";
-  const char* text = reinterpret_cast<const char*>(record.header + kTextWord);
-  return std::string(text, strnlen(text, sizeof(int64_t) * (kHeaderWords - kTextWord)));
-}
+// A header that its owner may be rewriting: words may be of two calls, but each is whole.
+struct Glimpse {
+  explicit Glimpse(const Record& record) {
+    for (int i = 0; i < kHeaderWords; ++i) words[i] = __atomic_load_n(&record.header[i], __ATOMIC_RELAXED);
+  }
+  std::string label() const {
+    if (words[kFaultWord]) return "";
+    const char* text = reinterpret_cast<const char*>(words + kTextWord);
+    return std::string(text, strnlen(text, sizeof(int64_t) * (kHeaderWords - kTextWord)));
+  }
+  int64_t words[kHeaderWords];
+};
 
 std::string seconds(int64_t ns) {
   char text[32];
@@ -53,7 +60,12 @@ int open_pidfd(pid_t pid) {
 }  // namespace
 
 Communicator::Communicator(std::shared_ptr<Heap> heap, int rank, int world, Options options)
-    : heap_(std::move(heap)), rank_(rank), world_(world), options_(options), op_base_(options.first_progress) {
+    : heap_(std::move(heap)),
+      rank_(rank),
+      world_(world),
+      options_(options),
+      timeout_s_(options.timeout_s),
+      op_base_(options.first_progress) {
   peers_.resize(static_cast<size_t>(world));
   peers_[static_cast<size_t>(rank)].local = heap_;
   Control* own = new (heap_->base()) Control();
@@ -80,8 +92,10 @@ void Communicator::attach(const std::vector<std::string>& names) {
     Peer& peer = peers_[static_cast<size_t>(p)];
     const std::string& name = names[static_cast<size_t>(p)];
     const int fd = shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0);
-    if (fd < 0) throw HeapError("cannot open shared memory " + name + " of rank " + std::to_string(p) + ": " + std::strerror(errno));
-    struct stat info {};
+    if (fd < 0)
+      throw HeapError("cannot open shared memory " + name + " of rank " + std::to_string(p) + ": " +
+                      std::strerror(errno));
+    struct stat info{};
     if (fstat(fd, &info) != 0 || info.st_uid != geteuid() || info.st_size < control_bytes()) {
       close(fd);
       throw HeapError("shared memory " + name + " of rank " + std::to_string(p) +
@@ -147,12 +161,21 @@ bool Communicator::alive(int peer) const {
     pollfd poll_for{p.pidfd, POLLIN, 0};
     return poll(&poll_for, 1, 0) <= 0;  // readable once the process has ended, also as a zombie
   }
-  return kill(p.pid, 0) == 0 || errno != ESRCH;
+  if (kill(p.pid, 0) != 0 && errno == ESRCH) return false;
+  // Without pidfd_open (seccomp, old kernels) a zombie still answers; its state stands behind the name's parenthesis.
+  char stat[512];
+  const int fd = open(("/proc/" + std::to_string(p.pid) + "/stat").c_str(), O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return true;
+  const ssize_t got = read(fd, stat, sizeof stat - 1);
+  close(fd);
+  stat[std::max<ssize_t>(got, 0)] = 0;
+  const char* name_end = std::strrchr(stat, ')');
+  return name_end == nullptr || name_end[1] == 0 || (name_end[2] != 'Z' && name_end[2] != 'X');
 }
 
 std::string Communicator::describe(int peer) const {
   const Control& c = control(peer);
-  const Record& record = c.record;
+  const Glimpse header(c.record);
   std::string text = "rank " + std::to_string(peer) + ": ";
   const int64_t since = now_ns() - c.since_ns.load(std::memory_order_relaxed);
   const int64_t step = c.step.load(std::memory_order_relaxed);
@@ -163,11 +186,11 @@ std::string Communicator::describe(int peer) const {
   } else {
     text += in_op ? "in " : "outside for " + seconds(since) + ", after ";
   }
-  if (record.header[1] == 0) {
+  if (header.words[1] == 0) {
     text += "no call yet";
   } else {
-    text += op_name(record.header[0]) + " (call " + std::to_string(record.header[1]) + ")";
-    const std::string label = label_of(record);
+    text += op_name(header.words[0]) + " (call " + std::to_string(header.words[1]) + ")";
+    const std::string label = header.label();
     if (!label.empty()) text += " of layer '" + label + "'";
   }
   if (step >= 0) text += " at step " + std::to_string(step);
@@ -177,11 +200,12 @@ std::string Communicator::describe(int peer) const {
 }
 
 std::string Communicator::situation(int culprit) const {
-  const Record& own = control(rank_).record;
-  const std::string label = label_of(own);
+  if (culprit < 0) return "rank " + std::to_string(rank_) + " looked at its peers";
+  const Glimpse own(control(rank_).record);
+  const std::string label = own.label();
   const int64_t step = control(rank_).step.load(std::memory_order_relaxed);
-  std::string text = "rank " + std::to_string(rank_) + " in " + op_name(own.header[0]) + " (call " +
-                     std::to_string(own.header[1]) + ")" + (label.empty() ? "" : " of layer '" + label + "'") +
+  std::string text = "rank " + std::to_string(rank_) + " in " + op_name(own.words[0]) + " (call " +
+                     std::to_string(own.words[1]) + ")" + (label.empty() ? "" : " of layer '" + label + "'") +
                      (step >= 0 ? " at step " + std::to_string(step) : "") + " waited for rank " +
                      std::to_string(culprit);
   return text;
@@ -205,7 +229,7 @@ void Communicator::throw_failure() const {
   throw PeerError(failure_);
 }
 
-void Communicator::look_after(int waiting_for, int64_t deadline, int64_t started) {
+void Communicator::look_after(int waiting_for) {
   for (int p = 0; p < world_; ++p) {
     if (p == rank_) continue;
     const uint32_t broken = control(p).broken.load();
@@ -219,27 +243,33 @@ void Communicator::look_after(int waiting_for, int64_t deadline, int64_t started
   }
   for (int p = 0; p < world_; ++p) {
     if (p != rank_ && !alive(p)) {
-      give_up(Broken::died, p, situation(waiting_for) + ": rank " + std::to_string(p) + " (pid " +
-                                   std::to_string(control(p).pid) + ") is dead");
+      give_up(Broken::died, p,
+              situation(waiting_for) + ": rank " + std::to_string(p) + " (pid " + std::to_string(control(p).pid) +
+                  ") is dead");
     }
-  }
-  const int64_t now = now_ns();
-  if (now >= deadline) {
-    give_up(Broken::timeout, waiting_for,
-            situation(waiting_for) + " for " + seconds(now - started) + ": it lives (pid " +
-                std::to_string(control(waiting_for).pid) + ") but did not arrive in time");
   }
 }
 
-void Communicator::check_peers() {
+void Communicator::check_usable() const {
+  const int32_t pid = control(rank_).pid;
+  if (pid != getpid()) {
+    throw PeerError("this group belongs to process " + std::to_string(pid) + "; a forked child must make its own");
+  }
   if (!failure_.empty()) throw_failure();
+}
+
+void Communicator::check_peers() {
+  const std::unique_lock<std::mutex> alone(mutex_, std::try_to_lock);
+  if (!alone.owns_lock()) return;
+  check_usable();
+  look_after(-1);
 }
 
 void Communicator::wait_all(uint32_t phase) {
   Control& own = control(rank_);
   const uint32_t target = op_base_ + phase;
   const int64_t started = now_ns();
-  const int64_t deadline = started + static_cast<int64_t>(options_.timeout_s * 1e9);
+  int64_t deadline = started + static_cast<int64_t>(std::min(timeout_s_.load(std::memory_order_relaxed), 1e9) * 1e9);
   const int64_t spin_until = started + static_cast<int64_t>(options_.spin_us * 1e3);
   int64_t next_look = started + kLookAround;
   for (int i = 1; i < world_; ++i) {
@@ -258,14 +288,24 @@ void Communicator::wait_all(uint32_t phase) {
       }
       own.sleeping.store(1);
       const uint32_t seen = own.doorbell.load();
+      const int64_t before = now_ns();
       bool broken = false;
       for (int q = 0; q < world_; ++q) broken = broken || (q != rank_ && control(q).broken.load() != 0);
-      if (!broken && !reached(progress.load(), target)) futex_wait(own.doorbell, seen, kLookAround);
+      if (!broken && !reached(progress.load(), target)) {
+        futex_wait(own.doorbell, seen, std::clamp<int64_t>(deadline - before, 0, kLookAround));
+      }
       own.sleeping.store(0);
       const int64_t now = now_ns();
+      // A job that was stopped as a whole (Ctrl-Z) goes on afterwards: peers are not blamed for that time.
+      if (now - before > 10 * kLookAround) deadline += now - before;
       if ((broken || now >= next_look || now >= deadline) && !reached(progress.load(), target)) {
-        look_after(p, deadline, started);
+        look_after(p);
         next_look = now + kLookAround;
+        if (now >= deadline) {
+          give_up(Broken::timeout, p,
+                  situation(p) + " for " + seconds(now - started) + ": it lives (pid " +
+                      std::to_string(control(p).pid) + ") but did not arrive in time");
+        }
       }
     }
   }
@@ -282,11 +322,16 @@ std::string pack_header(const Op& op) {
 }
 
 void Communicator::begin(const Op& op) {
-  check_peers();
+  check_usable();
   Control& own = control(rank_);
   Record& mine = own.record;
   in_op_ = true;
-  std::memcpy(mine.header, pack_header(op).data(), sizeof mine.header);
+  const std::string header = pack_header(op);
+  for (int i = 0; i < kHeaderWords; ++i) {
+    int64_t word;
+    std::memcpy(&word, header.data() + i * sizeof word, sizeof word);
+    __atomic_store_n(&mine.header[i], word, __ATOMIC_RELAXED);  // a peer that reports may be reading
+  }
   own.since_ns.store(now_ns(), std::memory_order_relaxed);
   own.in_op.store(1, std::memory_order_relaxed);
   advance(kArrived);
@@ -295,8 +340,8 @@ void Communicator::begin(const Op& op) {
   bool agree = true;
   for (int p = 0; p < world_ && agree; ++p) {
     const Record& other = record(p);
-    agree = other.header[kFaultWord] == 0 &&
-            std::memcmp(other.header, mine.header, sizeof(int64_t) * kComparedWords) == 0;
+    agree =
+        other.header[kFaultWord] == 0 && std::memcmp(other.header, mine.header, sizeof(int64_t) * kComparedWords) == 0;
   }
   if (agree) return;
   std::vector<std::string> headers;

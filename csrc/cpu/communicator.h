@@ -93,8 +93,9 @@ class Communicator {
   Heap& heap() const { return *heap_; }
   const std::shared_ptr<Heap>& heap_ptr() const { return heap_; }
   void set_step(int64_t step);
-  void set_timeout(double seconds) { options_.timeout_s = seconds; }
-  // Throws if a peer is dead or has given up, without waiting.
+  void set_timeout(double seconds) { timeout_s_.store(seconds, std::memory_order_relaxed); }
+  // Throws if a peer is dead or has given up, without waiting. Does nothing while another thread is in an operation,
+  // which looks for itself.
   void check_peers();
   // Pids of all ranks, as attached.
   std::vector<int32_t> pids() const;
@@ -103,6 +104,8 @@ class Communicator {
   std::unique_lock<std::mutex> lock() { return std::unique_lock<std::mutex>(mutex_); }
   Record& record() { return control(rank_).record; }
   const Record& record(int peer) const { return control(peer).record; }
+  // Throws if an earlier operation broke the group, or in a forked child of the process that made it.
+  void check_usable() const;
   // Publish `op`, wait for all, compare. Throws HandshakeFailed, after which the next operation may begin.
   void begin(const Op& op);
   // Dispatch only: tell that the block stands; wait until all blocks stand.
@@ -126,7 +129,7 @@ class Communicator {
   char* peer_base(int peer) const;
   void advance(uint32_t phase);
   void wait_all(uint32_t phase);
-  void look_after(int waiting_for, int64_t deadline, int64_t started);
+  void look_after(int waiting_for);
   bool alive(int peer) const;
   [[noreturn]] void give_up(Broken why, int culprit, const std::string& text);
   [[noreturn]] void throw_failure() const;
@@ -138,6 +141,7 @@ class Communicator {
   int rank_;
   int world_;
   Options options_;
+  std::atomic<double> timeout_s_;
   std::vector<Peer> peers_;
   uint32_t op_base_;  // progress value of the current operation's start
   bool in_op_ = false;

@@ -138,6 +138,7 @@ void Heap::insert_free(int64_t offset, int64_t bytes) {
 void Heap::grow(int64_t bytes) {
   const int64_t old = map_->mapped();
   const int64_t target = round_up(old + bytes, kGrowStep);
+  if (target == old) return;
   const std::string wanted = "cannot grow " + (name_.empty() ? std::string("the heap") : "shared memory " + name_) +
                              " from " + std::to_string(old) + " to " + std::to_string(target) + " bytes";
   if (target > map_->reserve()) {
@@ -166,7 +167,14 @@ void Heap::grow(int64_t bytes) {
 }
 
 int64_t Heap::alloc(int64_t bytes) {
-  if (bytes < 0) throw HeapError("negative block size " + std::to_string(bytes));
+  if (bytes < 0 || bytes > map_->reserve()) {
+    throw HeapError("a block of " + std::to_string(bytes) + " bytes cannot be had: the heap may hold at most " +
+                    std::to_string(map_->reserve()) + " (the reserved addresses)");
+  }
+  if (inherited()) {
+    throw HeapError("shared memory " + name_ + " belongs to process " + std::to_string(owner_) +
+                    "; a forked child must not allocate from it");
+  }
   bytes = std::max(round_up(bytes, kBlockAlign), kBlockAlign);
   std::lock_guard<std::mutex> lock(mutex_);
   auto fit = free_size_.lower_bound({bytes, 0});
@@ -185,7 +193,7 @@ int64_t Heap::alloc(int64_t bytes) {
 }
 
 void Heap::free(int64_t offset) {
-  if (getpid() != owner_) return;
+  if (inherited()) return;
   std::lock_guard<std::mutex> lock(mutex_);
   auto it = live_.find(offset);
   if (it == live_.end()) return;
@@ -194,6 +202,9 @@ void Heap::free(int64_t offset) {
   used_ -= bytes;
   insert_free(offset, bytes);
 }
+
+// Private memory is the child's own copy; a shared segment still is the parent's, whose bookkeeping we only copied.
+bool Heap::inherited() const { return map_->fd() >= 0 && getpid() != owner_; }
 
 bool Heap::owns(const void* p, int64_t bytes) const {
   const char* at = static_cast<const char*>(p);

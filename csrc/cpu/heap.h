@@ -52,11 +52,12 @@ class Heap {
   Heap(const Heap&) = delete;
   Heap& operator=(const Heap&) = delete;
 
-  // Offset of a block of at least `bytes`; throws HeapError when memory is exhausted. Thread-safe.
+  // Offset of a block of at least `bytes`; throws HeapError when memory is exhausted, and in a forked child where the
+  // segment is shared. Thread-safe.
   int64_t alloc(int64_t bytes);
-  // Give a block back. Safe on any thread, and in a forked child, where it does nothing.
+  // Give a block back. Safe on any thread, and in a forked child, where it does nothing to a shared segment.
   void free(int64_t offset);
-  // Whether [p, p + bytes) lies within blocks of this heap.
+  // Whether [p, p + bytes) lies within this heap.
   bool owns(const void* p, int64_t bytes) const;
   // Remove the name; the memory lives until the last mapping is gone.
   void unlink();
@@ -71,6 +72,7 @@ class Heap {
 
  private:
   void grow(int64_t bytes);
+  bool inherited() const;
   void insert_free(int64_t offset, int64_t bytes);
 
   std::string name_;

@@ -9,12 +9,15 @@ namespace {
 std::vector<const Kernels*> usable() {
   std::vector<const Kernels*> all;
 #if defined(__x86_64__)
+  // Everything that CMakeLists.txt lets the compiler use for that file.
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq")) {
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("f16c")) {
     all.push_back(&avx512::table());
   }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) all.push_back(&avx2::table());
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2")) {
+    all.push_back(&avx2::table());
+  }
 #elif defined(__aarch64__)
   all.push_back(&neon::table());
 #endif

@@ -37,8 +37,8 @@ struct Kernels {
   // h [rows, 2F] = gate | up (row stride in elements); act = silu(gate) * up
   void (*swiglu)(const void* h, int64_t h_stride, void* act, int64_t rows, int64_t width, int dtype);
   // From grad_act: grad_h [rows, 2F], and act again if it is not null.
-  void (*swiglu_backward)(const void* h, int64_t h_stride, const void* grad_act, void* grad_h, void* act,
-                          int64_t rows, int64_t width, int dtype);
+  void (*swiglu_backward)(const void* h, int64_t h_stride, const void* grad_act, void* grad_h, void* act, int64_t rows,
+                          int64_t width, int dtype);
   // The limits that benchmarks compare with: addresses known beforehand, nothing else done.
   void (*bare_gather)(const char* src, const int64_t* index, const int64_t* dst, int64_t first, int64_t last,
                       int64_t row_bytes);

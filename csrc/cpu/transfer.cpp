@@ -14,13 +14,14 @@ namespace moe_comm {
 namespace {
 
 constexpr int64_t kBlockFailed = -2;
-constexpr int64_t kRoutingFault = 2;                // 1 + index in header.FAULTS: RoutingError
-constexpr int64_t kHeapFault = 4;                   // HeapError
-constexpr int64_t kStreamBytes = int64_t{2} << 20;  // results beyond this leave the cache anyway
+constexpr int64_t kRoutingFault = 2;                 // 1 + index in header.FAULTS: RoutingError
+constexpr int64_t kHeapFault = 4;                    // HeapError
+constexpr int64_t kStreamBytes = int64_t{2} << 20;   // results beyond this leave the cache anyway
 constexpr int64_t kGrainBytes = int64_t{256} << 10;  // less than this is not worth another thread
 
 int64_t grain(const Layout& layout) {
-  return std::max<int64_t>(1, kGrainBytes / std::max<int64_t>(1, layout.top_k * layout.hidden * dtype_bytes(layout.dtype)));
+  return std::max<int64_t>(
+      1, kGrainBytes / std::max<int64_t>(1, layout.top_k * layout.hidden * dtype_bytes(layout.dtype)));
 }
 
 // One operation on the communicator (or on none). Left by an exception in the middle, it tells the peers, who would
@@ -30,7 +31,7 @@ class OpScope {
   explicit OpScope(Communicator* communicator) : communicator_(communicator) {
     if (!communicator_) return;
     lock_ = communicator_->lock();
-    communicator_->check_peers();
+    communicator_->check_usable();
   }
   ~OpScope() {
     if (communicator_) communicator_->abandon();
@@ -58,6 +59,10 @@ Transfer::Transfer(std::shared_ptr<Communicator> communicator, std::shared_ptr<H
       heap_(std::move(heap)),
       expert_offsets_(std::move(expert_offsets)),
       threads_(threads) {
+  if (static_cast<int>(expert_offsets_.size()) != world() + 1 || world() > kMaxWorld) {
+    throw std::invalid_argument("expert_offsets must have one entry more than there are ranks, of which at most " +
+                                std::to_string(kMaxWorld));
+  }
   for (int r = 0; r < world(); ++r) {
     for (int64_t e = expert_offsets_[static_cast<size_t>(r)]; e < expert_offsets_[static_cast<size_t>(r) + 1]; ++e) {
       owner_.push_back(r);
@@ -91,11 +96,18 @@ Sent Transfer::send(Op op, Rows x, const int64_t* ids, Shape shape) {
   Record& mine = communicator_ ? communicator_->record() : local;
 
   // Count this rank's slots per expert where the peers can read it.
-  std::vector<int64_t> scratch = {heap_->alloc(experts * 8)};
-  mine.counts_offset = scratch[0];
+  std::vector<int64_t> scratch;
+  int64_t* counts = nullptr;
   mine.block_offset = kBlockFailed;
-  int64_t* counts = reinterpret_cast<int64_t*>(heap_->base() + scratch[0]);
-  std::memset(counts, 0, static_cast<size_t>(experts) * 8);
+  try {
+    scratch.push_back(heap_->alloc(experts * 8));
+    mine.counts_offset = scratch[0];
+    counts = reinterpret_cast<int64_t*>(heap_->base() + scratch[0]);
+    std::memset(counts, 0, static_cast<size_t>(experts) * 8);
+  } catch (const HeapError& error) {
+    if (!op.fault) op.fault_text = error.what();
+    if (!op.fault) op.fault = kHeapFault;
+  }
   auto layout = std::make_shared<Layout>();
   layout->tokens = shape.tokens;
   layout->top_k = shape.top_k;
@@ -143,8 +155,8 @@ Sent Transfer::send(Op op, Rows x, const int64_t* ids, Shape shape) {
 
   std::vector<int64_t> next_row(static_cast<size_t>(experts));
   first_rows(
-      expert_offsets_.data(), world(), rank(),
-      [&](int s, int64_t e) { return all_counts[static_cast<size_t>(s)][e]; }, next_row.data());
+      expert_offsets_.data(), world(), rank(), [&](int s, int64_t e) { return all_counts[static_cast<size_t>(s)][e]; },
+      next_row.data());
   layout->place.resize(static_cast<size_t>(slots));
   for (int64_t i = 0; i < slots; ++i) {
     const size_t e = static_cast<size_t>(ids[i]);
@@ -166,7 +178,7 @@ Sent Transfer::send(Op op, Rows x, const int64_t* ids, Shape shape) {
     base[owner] = address(p, block, rows * row_bytes);
   }
   const int64_t block = mine.block_offset;
-  if (failed < 0) {
+  if (failed < 0 && row_bytes > 0) {
     const TokenLoop loop = token_loop(*layout, base, slots * row_bytes);
     parallel_for(shape.tokens, grain(*layout), threads_,
                  [&](int64_t first, int64_t last) { kernels().scatter(loop, first, last, x.data, x.stride); });
@@ -185,7 +197,7 @@ Sent Transfer::send(Op op, Rows x, const int64_t* ids, Shape shape) {
 int64_t Transfer::place_rows(const Layout& layout, Rows rows, std::vector<int64_t>& scratch) {
   const int64_t row_bytes = layout.hidden * dtype_bytes(layout.dtype);
   const int64_t bytes = layout.rows * row_bytes;
-  if (layout.rows == 0) return 0;
+  if (bytes == 0) return 0;
   if (rows.stride == row_bytes && heap_->owns(rows.data, bytes)) return rows.data - heap_->base();
   const int64_t offset = heap_->alloc(bytes);
   scratch.push_back(offset);

@@ -1,9 +1,9 @@
 // The first CUDA file: proves that what this build compiled runs on the devices it finds.
-#include "cuda/probe.h"
-
 #include <cuda_runtime_api.h>
 
 #include <cstdio>
+
+#include "cuda/probe.h"
 
 #ifndef MOE_COMM_CUDA_ARCHS
 #define MOE_COMM_CUDA_ARCHS ""
@@ -71,8 +71,8 @@ std::string quoted(const std::string& text) {
 std::string device_json(const CudaDevice& device) {
   std::string peers;
   for (const int peer : device.peers) peers += (peers.empty() ? "" : ", ") + std::to_string(peer);
-  return "{\"index\": " + std::to_string(device.index) + ", \"name\": " + quoted(device.name) +
-         ", \"capability\": \"" + std::to_string(device.major) + "." + std::to_string(device.minor) +
+  return "{\"index\": " + std::to_string(device.index) + ", \"name\": " + quoted(device.name) + ", \"capability\": \"" +
+         std::to_string(device.major) + "." + std::to_string(device.minor) +
          "\", \"multiprocessors\": " + std::to_string(device.multiprocessors) +
          ", \"memory_bytes\": " + std::to_string(device.memory_bytes) +
          ", \"kernel_ran\": " + (device.kernel_ran ? "true" : "false") + ", \"error\": " + quoted(device.error) +

@@ -13,16 +13,16 @@ struct CudaDevice {
   int minor = 0;
   int multiprocessors = 0;
   long long memory_bytes = 0;
-  bool kernel_ran = false;          // a kernel of this build ran here and gave the right answer
-  std::string error;                // why not, empty if it did
-  std::vector<int> peers;           // devices whose memory this one can address directly
+  bool kernel_ran = false;  // a kernel of this build ran here and gave the right answer
+  std::string error;        // why not, empty if it did
+  std::vector<int> peers;   // devices whose memory this one can address directly
 };
 
 struct CudaProbe {
-  int runtime_version = 0;          // 13000 for CUDA 13.0; the runtime is linked in
-  int driver_version = 0;           // newest CUDA the installed driver serves; 0 if there is no driver
-  std::string archs;                // what the kernels were compiled for
-  std::string error;                // why no device was found, empty if one was
+  int runtime_version = 0;  // 13000 for CUDA 13.0; the runtime is linked in
+  int driver_version = 0;   // newest CUDA the installed driver serves; 0 if there is no driver
+  std::string archs;        // what the kernels were compiled for
+  std::string error;        // why no device was found, empty if one was
   std::vector<CudaDevice> devices;
 };
 

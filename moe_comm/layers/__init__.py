@@ -1,8 +1,8 @@
 """Router, experts, shared experts, and the MoE layer that joins them with a dispatcher."""
 
 from moe_comm.kernels.activations import ACTIVATIONS, Activation, clamped_swiglu, glu
-from moe_comm.layers.grad_check import CheckGradsConfig, GradReport, check_grads, run_check_grads
 from moe_comm.layers.experts import Experts
+from moe_comm.layers.grad_check import CheckGradsConfig, GradReport, check_grads, run_check_grads
 from moe_comm.layers.grouped_mlp import grouped_mlp
 from moe_comm.layers.losses import attach_loss
 from moe_comm.layers.moe import MoEConfig, MoELayer, ZeroExperts

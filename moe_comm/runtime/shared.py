@@ -113,6 +113,15 @@ class SharedGroup:
         core = native()
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         core.sweep_stale(SEGMENT_PREFIX)
+        try:
+            self._meet(core, group, options)
+        finally:
+            # Whatever went wrong: an error that somebody keeps would keep this object, and so the name, alive.
+            if hasattr(self, "heap"):
+                self.heap.unlink()
+
+    def _meet(self, core: ModuleType, group: ProcessGroup, options: SharedOptions) -> None:
+        """Make this rank's heap and attach the others'."""
         name = f"/{SEGMENT_PREFIX}.{os.getpid()}.{secrets.token_hex(8)}"
         # A rank that fails must not leave the others waiting in a collective: it says so in the next one.
         problem: Exception | None = None
@@ -144,7 +153,6 @@ class SharedGroup:
         except HeapError as error:
             problem = error
         failed = _gather_text("" if problem is None else "failed", group)
-        self.heap.unlink()
         if problem is not None:
             raise problem
         if any(failed):

@@ -1,0 +1,84 @@
+# Needs Python 3.11 or newer with its headers and venv, and a C++17 compiler; the rest is installed into .venv.
+# Another torch: make TORCH=torch==2.12.0 test.  Another Python: make PYTHON=python3.12 test.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
+EXTRAS ?= dev,train,bench
+CONFIG ?= examples/pydoc.toml
+TEST_ARGS ?=
+
+SHELL := /bin/bash
+BIN := $(CURDIR)/$(VENV)/bin
+# The name holds the torch that was asked for, so that asking for another one installs again.
+STAMP := $(VENV)/.installed-$(TORCH)
+PINS := build/constraints.txt
+# One thread a process (the tests start their own ranks), and no AMX: some virtual machines advertise it and then
+# kill every bf16 matmul (see moe_comm/runtime/cpu_guard.py).
+TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} ONEDNN_MAX_CPU_ISA=$${ONEDNN_MAX_CPU_ISA:-AVX512_CORE_BF16}
+CPP_FILES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
+
+.PHONY: help install build train test lint format sanitize bench clean
+help:
+	@echo "make train     install, build, and train a small MoE model on real text (CONFIG=$(CONFIG))"
+	@echo "make test      all tests (TEST_ARGS='-m \"not slow\"' for fewer)"
+	@echo "make lint      ruff, mypy, clang-format, import-linter        make format   fix what they can fix"
+	@echo "make sanitize  the native core's tests under ASan, UBSan, TSan"
+	@echo "make bench     dispatch and layer benchmarks                  make build    only the native core"
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "moe_comm needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Use make PYTHON=..." >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV) \
+	  || { echo "could not make $(VENV); on Debian: apt-get install python3-venv python3-dev g++" >&2; exit 2; }
+
+# torch comes first and pinned, so that nothing installed later brings another one.
+$(STAMP): constraints.txt pyproject.toml | $(BIN)/python
+	@mkdir -p build
+	@{ grep -v '^torch==' constraints.txt; echo '$(TORCH)'; } > $(PINS)
+	$(BIN)/python -m pip install --quiet -c $(PINS) '$(TORCH)'
+	$(BIN)/python -m pip install --quiet -c $(PINS) setuptools pybind11 cmake ninja
+	$(BIN)/python -m pip install --quiet -c $(PINS) --no-build-isolation -e '.[$(EXTRAS)]'
+	@rm -f $(VENV)/.installed-*
+	@touch '$@'
+
+install: $(STAMP)
+
+build: $(STAMP)
+	$(BIN)/python setup.py --quiet build_ext --inplace
+
+train: build
+	$(BIN)/moe-comm train $(CONFIG)
+
+test: build
+	$(TEST_ENV) $(BIN)/python -m pytest --durations=15 $(TEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP_FILES)
+
+# ThreadSanitizer needs the old layout of addresses; setarch asks for it where the machine allows that.
+sanitize: $(STAMP)
+	@set -e; for kind in address undefined thread; do \
+	  echo "== $$kind"; \
+	  $(BIN)/cmake -G Ninja -S . -B build/sanitize-$$kind -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja -DMOE_COMM_SANITIZE=$$kind > build/sanitize-$$kind.log \
+	    || { cat build/sanitize-$$kind.log; exit 1; }; \
+	  $(BIN)/cmake --build build/sanitize-$$kind; \
+	  fixed=; if setarch -R true 2> /dev/null; then fixed="setarch -R"; fi; \
+	  ASAN_OPTIONS=detect_leaks=1 UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1 \
+	    $$fixed build/sanitize-$$kind/moe_comm_tests; \
+	done
+
+bench: build
+	$(BIN)/moe-comm bench dispatch
+	$(BIN)/moe-comm bench layer
+
+clean:
+	rm -rf build moe_comm/_C*.so *.egg-info

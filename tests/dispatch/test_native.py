@@ -1,0 +1,208 @@
+"""The native dispatchers: memory is reused and given back, rows are read in place, and ranks that differ are told."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+_C = pytest.importorskip("moe_comm._C", reason="the native core is not built")
+
+from moe_comm.dispatch.base import Dispatcher, DispatchOptions  # noqa: E402
+from moe_comm.dispatch.header import FAULTS, NUM_COMPARED, OPS, WORDS, Header  # noqa: E402
+from moe_comm.dispatch.local_native import NativeLocalDispatcher  # noqa: E402
+from moe_comm.dispatch.native import compared  # noqa: E402
+from moe_comm.dispatch.shared_memory import SharedMemoryDispatcher  # noqa: E402
+from moe_comm.errors import ConfigError, HeapError, InputError, MoeCommError, RankMismatch, RoutingError  # noqa: E402
+from moe_comm.runtime.shared import SharedOptions, private_heap  # noqa: E402
+from moe_comm.topology import ExpertPlacement  # noqa: E402
+from tests.pool import RankPool  # noqa: E402
+
+EXPERTS = 6
+
+
+@pytest.fixture(scope="module")
+def pool2() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+def made(rank: int, world: int, **kwargs: Any) -> SharedMemoryDispatcher:
+    return SharedMemoryDispatcher(
+        ExpertPlacement.balanced(EXPERTS, world),
+        dist.new_group(),
+        rank,
+        DispatchOptions(timeout_s=60.0),
+        SharedOptions(timeout_s=60.0, **kwargs),
+    )
+
+
+def random_call(d: Dispatcher, g: torch.Generator, own: torch.Generator) -> None:
+    """One dispatch and combine of a random shape, usually with backward, sometimes two in flight."""
+    hidden, top_k, grad, two = (int(torch.randint(n, (), generator=g)) for n in (300, 4, 4, 3))
+    dtype = (torch.float32, torch.bfloat16, torch.float16)[int(torch.randint(3, (), generator=g))]
+    sent = []
+    for _ in range(1 + (two == 0)):
+        tokens = int(torch.randint(60, (), generator=own))
+        x_TD = torch.randn(tokens, hidden, generator=own).to(dtype).requires_grad_(grad > 0)
+        ids_TK = torch.randint(-1, EXPERTS, (tokens, top_k + 1), generator=own)
+        weights_TK = torch.rand(tokens, top_k + 1, generator=own).requires_grad_(grad > 1)
+        sent.append((d.dispatch(x_TD, ids_TK), weights_TK))
+    for found, weights_TK in sent:
+        rows = found.rows_RD
+        if two == 1:  # as the experts do: into memory that peers read in place
+            out = d.empty_rows(*rows.shape, rows.dtype, rows.device)
+            out.copy_(rows.detach())
+            rows = rows + (out - rows).detach()
+        y_TD = d.combine(rows * 2, weights_TK, found.layout)
+        if grad:
+            y_TD.sum().backward()
+
+
+def exercise(d: Dispatcher, rank: int, heap: Any) -> tuple[int, list[int], list[int]]:
+    """The same 100 random calls three times; what is in use afterwards and how large the heap was after each."""
+    used, sizes = [], []
+    for _ in range(3):
+        g, own = torch.Generator().manual_seed(1), torch.Generator().manual_seed(100 + rank)
+        for _ in range(100):
+            random_call(d, g, own)
+        gc.collect()
+        used.append(heap.used)
+        sizes.append(heap.size)
+    return heap.blocks, used, sizes
+
+
+def exercise_shared(rank: int, world: int, _: None) -> tuple[int, list[int], list[int]]:
+    d = made(rank, world, initial_bytes=0)
+    return exercise(d, rank, d.shared.heap)
+
+
+def test_memory_comes_back_and_stops_growing(pool2: RankPool) -> None:
+    for blocks, used, sizes in pool2.run(exercise_shared):
+        assert blocks == 0 and used == [0, 0, 0]
+        assert sizes[0] == sizes[1] == sizes[2]
+
+
+def test_local_memory_comes_back_and_stops_growing() -> None:
+    gc.collect()
+    heap = private_heap()
+    before, used_before = heap.blocks, heap.used
+    blocks, used, sizes = exercise(NativeLocalDispatcher(ExpertPlacement.balanced(EXPERTS, 1)), 0, heap)
+    assert blocks == before and used == [used_before] * 3
+    assert sizes[0] == sizes[1] == sizes[2]
+
+
+def in_place(rank: int, world: int, _: None) -> list[int]:
+    """Peaks of the heap: after dispatch, after a combine of rows from empty_rows, and of rows from elsewhere."""
+    d = made(rank, world)
+    heap = d.shared.heap
+    x_TD = torch.randn(64, 256)
+    found = d.dispatch(x_TD, torch.arange(64).remainder(EXPERTS)[:, None])
+    rows = found.rows_RD
+    out = d.empty_rows(*rows.shape, rows.dtype, rows.device)
+    out.copy_(rows)
+    peaks = [heap.peak]
+    for source in (out, rows.clone()):
+        y_TD = d.combine(source, torch.ones(64, 1), found.layout)
+        assert torch.equal(y_TD, x_TD)
+        peaks.append(heap.peak)
+    assert heap.blocks == 2
+    return [*peaks, rows.numel() * 4]
+
+
+def test_combine_reads_rows_of_the_heap_in_place_and_copies_others_for_the_while(pool2: RankPool) -> None:
+    for own, same, more, size in pool2.run(in_place):
+        assert same == own
+        assert more == own + size
+
+
+def out_of_memory(rank: int, world: int, _: None) -> tuple[str, str, int]:
+    """Rank 1's heap is too small for what the ranks send it."""
+    d = made(rank, world, initial_bytes=0, reserve_bytes=(2 << 20) if rank else (1 << 30))
+    x_TD = torch.ones(2048, 512)
+    last = torch.full((2048, 1), EXPERTS - 1)
+    try:
+        d.dispatch(x_TD, last)
+    except HeapError as error:
+        told = str(error)
+    small = d.dispatch(x_TD[:4], last[:4])
+    right = torch.equal(d.combine(small.rows_RD, torch.ones(4, 1), small.layout), x_TD[:4])
+    del small
+    return told, str(right), d.shared.heap.blocks
+
+
+def test_a_rank_without_room_is_a_heap_error_on_every_rank_and_the_group_goes_on(pool2: RankPool) -> None:
+    found = pool2.run(out_of_memory)
+    assert "rank 1 has no room for its rows" in found[0][0]
+    assert "may hold at most 2097152" in found[1][0]
+    assert [f[1:] for f in found] == [("True", 0)] * 2
+
+
+def grads_differ(rank: int, world: int, _: None) -> list[str]:
+    d = made(rank, world)
+    told = []
+    x_TD, ids_TK, weights_TK = torch.ones(3, 8), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2)
+    for who in range(world):
+        try:
+            d.dispatch(x_TD.clone().requires_grad_(rank == who), ids_TK, label="moe.1")
+        except RankMismatch as error:
+            told.append(str(error))
+    found = d.dispatch(x_TD, ids_TK)
+    try:
+        d.combine(found.rows_RD, weights_TK.clone().requires_grad_(rank == 0), found.layout)
+    except RankMismatch as error:
+        told.append(str(error))
+    assert torch.equal(d.combine(found.rows_RD, weights_TK, found.layout), 2 * x_TD)
+    return told
+
+
+def test_ranks_that_differ_in_requires_grad_are_told_before_backward_can_hang(pool2: RankPool) -> None:
+    for told in pool2.run(grads_differ):
+        assert len(told) == 3
+        assert told[0].startswith(
+            "ranks disagree on requires_grad in dispatch (call 1) of layer 'moe.1': rank 0: True, rank 1: False."
+        )
+        assert "rank 0: False, rank 1: True" in told[1]
+        assert "ranks disagree on requires_grad in combine (call 4): rank 0: True, rank 1: False." in told[2]
+
+
+@pytest.mark.parametrize("label", ["", "moe.3", "Schicht äöü " * 40, "x" * 320, "x" * 321])
+@pytest.mark.parametrize(
+    "fault",
+    [None, InputError("bad"), RoutingError("y" * 500), ConfigError("ü" * 200), HeapError("full"), MoeCommError("?")],
+)
+def test_the_core_packs_headers_as_python_does(label: str, fault: MoeCommError | None) -> None:
+    for i, op in enumerate(OPS):
+        dtype = (torch.float32, torch.bfloat16, torch.float16, torch.int8)[i]
+        header = Header(op, 2**40 + i, 1024, dtype, 8, 64, bool(i % 2), label, fault)
+        kind, text = 0, ""
+        if fault is not None:
+            kind = 1 + (FAULTS.index(type(fault)) if type(fault) in FAULTS else 0)
+            text = str(fault)
+        packed = _C.pack_header(compared(header), label, kind, text)
+        assert packed == header.pack().tobytes()
+        assert len(np.frombuffer(packed, np.int64)) == WORDS and len(compared(header)) == NUM_COMPARED
+
+
+def test_hidden_and_tokens_may_be_zero() -> None:
+    d = NativeLocalDispatcher(ExpertPlacement.balanced(EXPERTS, 1))
+    for tokens, hidden in ((0, 8), (5, 0), (0, 0)):
+        x_TD = torch.ones(tokens, hidden, requires_grad=True)
+        weights_TK = torch.ones(tokens, 2, requires_grad=True)
+        found = d.dispatch(x_TD, torch.ones(tokens, 2, dtype=torch.int64))
+        assert found.rows_RD.shape == (2 * tokens, hidden) and sum(found.layout.rows_per_expert) == 2 * tokens
+        y_TD = d.combine(found.rows_RD, weights_TK, found.layout)
+        y_TD.sum().backward()
+        assert y_TD.shape == (tokens, hidden)
+        assert x_TD.grad is not None and x_TD.grad.shape == (tokens, hidden)
+        assert weights_TK.grad is not None and torch.equal(weights_TK.grad, torch.zeros(tokens, 2))
+
+
+def test_a_transfer_checks_its_expert_offsets() -> None:
+    with pytest.raises(ValueError, match="expert_offsets"):
+        _C.Transfer(None, _C.Heap(""), [0, 2, 4], 1)

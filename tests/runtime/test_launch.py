@@ -1,0 +1,168 @@
+"""Ranks start, meet on loopback only, and end: with results, or with one error that names the cause."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_comm.errors import ConfigError, InputError, PeerDied
+from moe_comm.runtime.launch import STORE_VARIABLE, RankFailed, available_cores, init_ranks, launch, under_torchrun
+
+
+def sum_of_ranks(offset: int) -> dict[str, Any]:
+    with init_ranks("cpu", timeout_s=60) as ranks:
+        total = torch.tensor([ranks.rank + offset])
+        dist.all_reduce(total)
+        dist.barrier()
+        found = {"rank": ranks.rank, "world": ranks.world, "total": int(total), "listening": listening_addresses()}
+    threads = os.environ["OMP_NUM_THREADS"]
+    return found | {"threads": threads, "left": not dist.is_initialized(), "torchrun": under_torchrun()}
+
+
+def listening_addresses() -> set[str]:
+    """Hexadecimal addresses on which this process itself listens."""
+    inodes = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        if fd.is_symlink() and os.readlink(fd).startswith("socket:["):
+            inodes.add(os.readlink(fd)[8:-1])
+    found = set()
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:] if Path(table).exists() else []:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                found.add(fields[1].split(":")[0])
+    return found
+
+
+def fail(mode: str) -> None:
+    with init_ranks("cpu", timeout_s=60) as ranks:
+        if ranks.rank == 1:
+            if mode == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if mode == "exit":
+                sys.exit(3)
+            if mode == "bug":
+                raise ZeroDivisionError("a bug")
+            raise InputError("the rows are wrong")
+        if mode == "bug":  # torch's own error is an echo too, told from the cause by time
+            dist.all_reduce(torch.zeros(1))
+        try:
+            dist.all_reduce(torch.zeros(1))
+        except RuntimeError as error:
+            raise PeerDied(f"rank 1 is gone: {error}") from error
+
+
+def one_rank() -> tuple[int, int, str]:
+    with init_ranks("cpu") as ranks:
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return ranks.rank, ranks.world, ranks.device
+
+
+@pytest.fixture(autouse=True)
+def no_ranks_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", STORE_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_two_ranks_meet_and_return_their_results_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = dict(os.environ)
+    results = launch(sum_of_ranks, (10,), ranks=2)
+    assert [r["rank"] for r in results] == [0, 1]
+    assert {r["world"] for r in results} == {2}
+    assert {r["total"] for r in results} == {21}
+    assert all(r["left"] and r["torchrun"] for r in results)
+    assert {r["threads"] for r in results} == {str(max(1, available_cores() // 2))}
+    loopback = {"0100007F", "00000000000000000000000001000000"}
+    assert all(r["listening"] <= loopback for r in results), results
+    changed = {k for k in before.keys() | os.environ.keys() if before.get(k) != os.environ.get(k)}
+    assert changed <= {"TORCHELASTIC_SIGNALS_TO_HANDLE"}
+
+
+def test_one_rank_runs_in_this_process_with_a_group_of_its_own() -> None:
+    assert launch(one_rank, ranks=1) == [(0, 1, "cpu")]
+    assert not dist.is_initialized()
+
+
+def test_under_torchrun_its_ranks_are_used_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert launch(os.getpid, ranks=7) == [os.getpid()]
+
+
+def test_an_existing_group_is_used_and_left_alone() -> None:
+    with init_ranks("cpu") as outer, init_ranks("cpu") as inner:
+        assert inner == outer
+        del inner
+        assert dist.is_initialized()
+    assert not dist.is_initialized()
+
+
+def test_an_error_of_ours_keeps_its_class_and_names_the_rank(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InputError, match=r"^rank 1: the rows are wrong$"):
+        launch(fail, ("ours",), ranks=2)
+    # The launcher raises; neither the ranks nor torch's agent print anything of their own.
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_bug_in_a_rank_comes_with_its_traceback() -> None:
+    with pytest.raises(RankFailed, match=r"^rank 1 failed with ZeroDivisionError: a bug$") as caught:
+        launch(fail, ("bug",), ranks=2)
+    assert 'raise ZeroDivisionError("a bug")' in caught.value.details
+
+
+@pytest.mark.parametrize(("how", "told"), [("killed", "was killed by SIGKILL"), ("exit", "ended with exit code 3")])
+def test_a_rank_that_ends_silently_is_the_cause_and_not_what_its_peers_saw(how: str, told: str) -> None:
+    with pytest.raises(RankFailed, match=rf"^rank 1 \(pid \d+\) {told}"):
+        launch(fail, (how,), ranks=2)
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 10**6])
+def test_number_of_ranks_is_checked(ranks: int) -> None:
+    with pytest.raises(ConfigError, match=f"got {ranks}"):
+        launch(one_rank, ranks=ranks)
+
+
+def test_devices_are_checked() -> None:
+    with pytest.raises(ConfigError, match="cpu or cuda; got 'tpu'"), init_ranks("tpu"):
+        pass
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="needs one GPU"), init_ranks("cuda"):
+            pass
+
+
+def test_a_module_runs_with_its_arguments_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "leave_a_mark.py").write_text(
+        "import os, pathlib, sys\npathlib.Path(sys.argv[1], os.environ['RANK']).write_text(os.environ['WORLD_SIZE'])\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert launch("leave_a_mark", (str(tmp_path),), ranks=2) == [None, None]
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["2", "2"]
+
+
+def test_torchrun_itself_works(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import pathlib, sys, torch, torch.distributed as dist\n"
+        "from moe_comm.runtime.launch import init_ranks, launch\n"
+        "def work():\n"
+        "    with init_ranks('cpu', 60) as ranks:\n"
+        "        total = torch.tensor([ranks.rank + 1])\n"
+        "        dist.all_reduce(total)\n"
+        "        pathlib.Path(sys.argv[1], f'out{ranks.rank}').write_text(str(int(total)))\n"
+        "launch(work, ranks=5)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=120, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"out{rank}").read_text() for rank in range(2)] == ["3", "3"]

@@ -1,0 +1,378 @@
+"""Ranks that share memory: names go away, the dead and the stuck are noticed, counters wrap, forks do no harm."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+_C = pytest.importorskip("moe_comm._C", reason="the native core is not built")
+
+from moe_comm.dispatch.base import DispatchOptions  # noqa: E402
+from moe_comm.dispatch.local import LocalDispatcher  # noqa: E402
+from moe_comm.dispatch.shared_memory import SharedMemoryDispatcher  # noqa: E402
+from moe_comm.errors import HeapError, PeerDied, PeerError, PeerTimeout, RankMismatch  # noqa: E402
+from moe_comm.runtime import shared  # noqa: E402
+from moe_comm.runtime.shared import SEGMENT_PREFIX, SharedGroup, SharedOptions  # noqa: E402
+from moe_comm.topology import ExpertPlacement  # noqa: E402
+from tests.pool import RankFailure, RankPool  # noqa: E402
+
+SHM = Path("/dev/shm")
+EXPERTS, HIDDEN, TOP_K = 8, 48, 2
+
+
+@pytest.fixture(scope="module")
+def pool2() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def pool3() -> Iterator[RankPool]:
+    with RankPool(3) as pool:
+        yield pool
+
+
+def names_of(pids: list[int]) -> list[str]:
+    return [path.name for pid in pids for path in SHM.glob(f"{SEGMENT_PREFIX}.{pid}.*")]
+
+
+def dispatcher(
+    rank: int, world: int, group: Any = None, timeout_s: float = 60.0, **kwargs: Any
+) -> SharedMemoryDispatcher:
+    return SharedMemoryDispatcher(
+        ExpertPlacement.balanced(EXPERTS, world),
+        group or dist.group.WORLD,
+        rank,
+        DispatchOptions(timeout_s=timeout_s),
+        SharedOptions(timeout_s=timeout_s, **kwargs),
+    )
+
+
+def inputs(rank: int, world: int, step: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """x, ids and weights of every rank; token counts differ and may be zero."""
+    g = torch.Generator().manual_seed(step)
+    found = []
+    for r in range(world):
+        tokens = (7 * step + 5 * r) % 23
+        x_TD = torch.randn(tokens, HIDDEN, generator=g)
+        ids_TK = torch.randint(-1, EXPERTS, (tokens, TOP_K), generator=g)
+        found.append((x_TD, ids_TK, torch.rand(tokens, TOP_K, generator=g)))
+    return found
+
+
+def step_is_right(d: SharedMemoryDispatcher, rank: int, world: int, step: int, label: str = "moe.3") -> bool:
+    """Forward and backward of dispatch, times two, combine; the bits of one rank with plain torch?"""
+    everyone = inputs(rank, world, step)
+    whole = [torch.cat(parts) for parts in zip(*everyone, strict=True)]
+    mine = slice(sum(len(e[0]) for e in everyone[:rank]), sum(len(e[0]) for e in everyone[: rank + 1]))
+    results = []
+    for run, (x, ids, w), rows in (
+        (d, everyone[rank], slice(None)),
+        (LocalDispatcher(ExpertPlacement.balanced(EXPERTS, 1)), whole, mine),
+    ):
+        x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+        found = run.dispatch(x, ids, label=label)
+        y = run.combine(found.rows_RD * 2, w, found.layout)
+        y.backward(torch.ones_like(y))
+        assert x.grad is not None and w.grad is not None
+        results.append([t[rows] for t in (y.detach(), x.grad, w.grad)])
+    return all(map(torch.equal, *results))
+
+
+def caught(act: Callable[[], Any]) -> Exception:
+    try:
+        act()
+    except Exception as error:
+        return error
+    raise AssertionError("no error")
+
+
+# --- names ---
+
+
+def look_for_names(rank: int, world: int, pids: list[int]) -> tuple[str, list[str], bool]:
+    d = dispatcher(rank, world)
+    dist.barrier()
+    names = names_of(pids)
+    right = step_is_right(d, rank, world, 1)
+    return d.shared.heap.name, names + names_of(pids), right
+
+
+def test_names_are_random_and_gone_as_soon_as_all_ranks_have_attached(pool2: RankPool) -> None:
+    found = pool2.run(look_for_names, pool2.pids)
+    for (name, left, right), pid in zip(found, pool2.pids, strict=True):
+        assert re.fullmatch(rf"/{SEGMENT_PREFIX}\.{pid}\.[0-9a-f]{{16}}", name)
+        assert left == [] and right
+    assert found[0][0][-16:] != found[1][0][-16:]
+
+
+def die_in_setup(rank: int, world: int, call: int) -> str:
+    """Rank 1 is killed in the call-th collective of making the group."""
+    calls, gather = iter(range(10)), shared._gather_text
+
+    def deadly(text: str, group: Any) -> list[str]:
+        if next(calls) == call and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return gather(text, group)
+
+    shared._gather_text = deadly
+    try:
+        return repr(caught(lambda: dispatcher(rank, world)))
+    finally:
+        shared._gather_text = gather
+
+
+@pytest.mark.parametrize("call", [0, 1, 2])
+def test_a_rank_killed_while_the_group_is_made_leaves_nothing_after_the_next_sweep(call: int) -> None:
+    with RankPool(3) as pool:
+        pids = pool.pids
+        pool.run(die_in_setup, call, expect_dead={1})
+    _C.sweep_stale(SEGMENT_PREFIX)  # what every new group does first
+    assert names_of(pids) == []
+
+
+def fail_to_create(rank: int, world: int, what: str) -> tuple[str, str, bool]:
+    """Rank 1 cannot make its heap, or cannot attach; then the group is made properly."""
+    group = dist.new_group()
+    options: dict[str, Any] = {}
+    if rank == 1:
+        options = (
+            {"reserve_bytes": 1 << 62} if what == "reserve" else {"initial_bytes": 8 << 20, "reserve_bytes": 4 << 20}
+        )
+    error = caught(lambda: dispatcher(rank, world, group, **options))
+    dist.barrier()
+    left = names_of([os.getpid()])
+    return type(error).__name__, f"{error} {left}", step_is_right(dispatcher(rank, world, group), rank, world, 2)
+
+
+@pytest.mark.parametrize("what", ["reserve", "initial"])
+def test_a_rank_without_memory_is_a_heap_error_on_every_rank_and_leaves_no_name(pool3: RankPool, what: str) -> None:
+    for rank, (kind, text, right) in enumerate(pool3.run(fail_to_create, what)):
+        assert kind == HeapError.__name__ and text.endswith("[]"), text
+        assert rank == 1 or "rank 1 could not" in text
+        assert right
+
+
+# --- peers that die or stop ---
+
+
+def lose_rank_1(rank: int, world: int, arg: tuple[str, int]) -> tuple[str, str, str, float]:
+    """Rank 1 runs until a thread of its own kills it, somewhere in its calls; the others run until they hear of it."""
+    folder, after = arg
+    d = dispatcher(rank, world)
+    d.set_step(17)
+    x_TD = torch.randn(300, HIDDEN)
+    ids_TK = torch.randint(0, EXPERTS, (300, TOP_K))
+    weights_TK = torch.ones(300, TOP_K, requires_grad=True)
+    go = threading.Event()
+
+    def killer() -> None:
+        go.wait()
+        Path(folder, "died").write_text(repr(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 1:
+        threading.Thread(target=killer, daemon=True).start()
+    started = time.monotonic()
+    try:
+        for call in range(100_000):
+            if rank == 1 and call == after:
+                go.set()
+            started = time.monotonic()
+            found = d.dispatch(x_TD.requires_grad_(), ids_TK, label="moe.3")
+            started = time.monotonic()
+            y_TD = d.combine(found.rows_RD, weights_TK, found.layout)
+            started = time.monotonic()
+            y_TD.sum().backward()
+    except PeerError as error:
+        told = time.monotonic()
+        again = caught(lambda: d.dispatch(x_TD.detach(), ids_TK))
+        died = float(Path(folder, "died").read_text())
+        return type(error).__name__, str(error), f"{type(again).__name__} {again}", told - max(died, started)
+    raise AssertionError("rank 1 did not die")
+
+
+@pytest.mark.parametrize("after", [0, 3, 50])
+def test_a_killed_rank_is_reported_on_every_other_within_a_second_and_leaves_nothing(
+    pool3: RankPool, after: int
+) -> None:
+    pids = pool3.pids
+    with tempfile.TemporaryDirectory() as folder:
+        found = pool3.run(lose_rank_1, (folder, after), expect_dead={1})
+    for rank in (0, 2):
+        kind, text, again, seconds = found[rank]
+        assert kind == PeerDied.__name__ and again == f"{kind} {text}", "every later call says the same at once"
+        assert re.match(rf"rank {rank} in [a-z ]+ \(call \d+\) of layer 'moe.3' at step 17 waited for rank \d", text)
+        assert "rank 1" in text.split("\n")[0] and " dead" in text.split("\n")[0]
+        for peer in range(3):
+            assert re.search(rf"\n  rank {peer}: (dead; |in |outside |no call)", text), text
+        assert re.search(r"\n  rank 1: dead; (was in|its last call was) [a-z ]+ \(call \d+\)", text), text
+        assert seconds < 1.0, seconds
+    assert names_of(pids) == []
+
+
+def stop_rank_1(rank: int, world: int, _: None) -> tuple[str, str, str]:
+    d = dispatcher(rank, world, timeout_s=1.0)
+    assert step_is_right(d, rank, world, 4)
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    x_TD, ids_TK = torch.ones(3, HIDDEN), torch.zeros(3, TOP_K, dtype=torch.int64)
+    error = caught(lambda: d.dispatch(x_TD, ids_TK, label="moe.5"))
+    again = caught(lambda: d.dispatch(x_TD, ids_TK))
+    return type(error).__name__, str(error), str(again)
+
+
+def test_a_stopped_rank_is_a_timeout_that_says_what_every_rank_was_doing(pool3: RankPool) -> None:
+    found = pool3.run(stop_rank_1, None, expect_dead={1})
+    for rank in (0, 2):
+        kind, text, again = found[rank]
+        assert kind == PeerTimeout.__name__ and again == text
+        assert text.startswith(f"rank {rank} in dispatch (call 5) of layer 'moe.5' waited for rank 1")
+        assert re.search(
+            r"\n  rank 1: outside for \d+\.\d s, after dispatch backward \(call 4\) of layer 'moe.3'", text
+        )
+        other = 2 - rank
+        assert f"\n  rank {other}: in dispatch (call 5) of layer 'moe.5', waiting for rank 1 since" in text
+
+
+def raise_in_the_middle(rank: int, world: int, _: None) -> tuple[str, str]:
+    """Rank 1's address range is too small to map what rank 0 grows to."""
+    d = dispatcher(rank, world, dist.new_group(), reserve_bytes=(8 << 20) if rank == 1 else (1 << 30))
+    x_TD = torch.ones(6000, HIDDEN * 8)
+    error = caught(lambda: d.dispatch(x_TD, torch.zeros(6000, 1, dtype=torch.int64)))
+    return type(error).__name__, str(error)
+
+
+def test_an_error_in_the_middle_of_an_operation_reaches_every_rank(pool3: RankPool) -> None:
+    found = pool3.run(raise_in_the_middle)
+    assert found[1][0] == HeapError.__name__ and "rank 0" in found[1][1]
+    for rank in (0, 2):
+        assert found[rank][0] == PeerError.__name__ and "rank 1 left the operation after an error" in found[rank][1]
+
+
+# --- counters, threads, forks ---
+
+
+def many_steps(rank: int, world: int, first_progress: int) -> list[bool]:
+    d = dispatcher(rank, world, dist.new_group(), first_progress=first_progress)
+    return [step_is_right(d, rank, world, step) for step in range(6)]
+
+
+@pytest.mark.parametrize("first", [2**32 - 6, 2**32 - 1, 2**31 - 9])
+def test_counters_may_wrap(pool2: RankPool, first: int) -> None:
+    assert pool2.run(many_steps, first) == [[True] * 6] * 2
+
+
+def test_more_ranks_than_cores_is_normal() -> None:
+    with RankPool(8) as pool:
+        assert pool.run(many_steps, 0, timeout=120) == [[True] * 6] * 8
+
+
+def two_groups_at_once(rank: int, world: int, _: None) -> list[bool]:
+    """A thread for each of two groups: nothing is shared, so both must be right."""
+    made = [dispatcher(rank, world, dist.new_group()) for _ in range(2)]
+    right: list[bool] = []
+
+    def run(d: SharedMemoryDispatcher, first: int) -> None:
+        right.extend(step_is_right(d, rank, world, first + i) for i in range(20))
+
+    threads = [threading.Thread(target=run, args=(d, 100 * i)) for i, d in enumerate(made)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return right
+
+
+def one_group_at_once(rank: int, world: int, _: None) -> tuple[int, int]:
+    """Two threads race on one group, so ranks may meet in different orders: right, or told that they disagree."""
+    group = dist.new_group()
+    made = [dispatcher(rank, world, group) for _ in range(2)]
+    counts = [0, 0]  # wrong, done
+
+    def run(thread: int) -> None:
+        for i in range(40):
+            x_TD, ids_TK, _ = inputs(rank, world, 50 * thread + i)[rank]
+            everyone = inputs(rank, world, 50 * thread + i)
+            expected = torch.cat(
+                [x[(ids == e).nonzero()[:, 0]] for e in made[thread].local_experts for x, ids, _ in everyone]
+            )
+            try:
+                found = made[thread].dispatch(x_TD, ids_TK, label=f"thread {thread}")
+                counts[0] += not torch.equal(found.rows_RD, expected)
+            except RankMismatch:
+                pass
+            counts[1] += 1
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return counts[0], counts[1]
+
+
+def test_threads_of_one_rank_do_not_disturb_each_other(pool2: RankPool) -> None:
+    assert pool2.run(two_groups_at_once) == [[True] * 40] * 2
+    assert pool2.run(one_group_at_once) == [(0, 80)] * 2
+
+
+def fork_a_child(rank: int, world: int, _: None) -> tuple[int, bool]:
+    d = dispatcher(rank, world)
+    x_TD, ids_TK, weights_TK = inputs(rank, world, 3)[rank]
+    found = d.dispatch(x_TD, ids_TK)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            told = caught(lambda: d.combine(found.rows_RD, weights_TK, found.layout))
+            code = 0 if "a forked child must make its own" in str(told) else 2
+            del found, d
+        finally:
+            os._exit(code)
+    status = os.waitpid(child, 0)[1]
+    y_TD = d.combine(found.rows_RD, weights_TK, found.layout)
+    kept = (ids_TK >= 0).float() * weights_TK
+    right = torch.allclose(y_TD, x_TD * kept.sum(1, keepdim=True), atol=1e-5)
+    return status, right and step_is_right(d, rank, world, 5)
+
+
+def test_a_forked_child_is_refused_and_does_its_parent_no_harm(pool2: RankPool) -> None:
+    assert pool2.run(fork_a_child) == [(0, True)] * 2
+
+
+def test_a_group_is_made_once_and_shared(pool2: RankPool) -> None:
+    assert pool2.run(made_once) == [True, True]
+
+
+def made_once(rank: int, world: int, _: None) -> bool:
+    group = dist.new_group()
+    first = dispatcher(rank, world, group)
+    return dispatcher(rank, world, group).shared is first.shared and SharedGroup.of(group) is first.shared
+
+
+def test_a_rank_that_raises_in_between_is_not_waited_for_beyond_the_deadline() -> None:
+    with RankPool(2) as pool, pytest.raises(RankFailure) as failed:
+        pool.run(raise_before_combine, timeout=30)
+    assert failed.value.errors[1][0] == "ValueError"
+    assert failed.value.errors[0][0] == PeerTimeout.__name__
+
+
+def raise_before_combine(rank: int, world: int, _: None) -> None:
+    d = dispatcher(rank, world, timeout_s=0.5)
+    found = d.dispatch(torch.ones(2, HIDDEN), torch.zeros(2, 1, dtype=torch.int64))
+    if rank == 1:
+        raise ValueError("the experts failed")
+    d.combine(found.rows_RD, torch.ones(2, 1), found.layout)

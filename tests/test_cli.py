@@ -1,0 +1,155 @@
+"""The command: what was wrong is one line on standard error with an exit code, never a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_comm import cli
+from moe_comm.errors import MissingDependency, PeerTimeout
+from moe_comm.runtime.launch import RankFailed
+
+CONFIG = str(Path(__file__).parent.parent / "examples" / "pydoc.toml")
+
+
+def error_line(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on standard error, without its start."""
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("moe-comm: error: ")
+    return lines[0].removeprefix("moe-comm: error: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["nothing"], "nothing"),
+        (["doctor", "--jsn"], "--json"),
+        (["bench", "dispatch", "--ranks", "0"], "--ranks"),
+        (["bench", "dispatch", "--ranks", "two"], "--ranks"),
+        (["bench", "dispatch", "--dtype", "int8"], "float32"),
+        (["bench", "dispatch", "--experts", "4", "--top-k", "8"], "top_k must not exceed experts (4); got 8"),
+        (["bench", "dispatch", "--backend", "rdma"], "unknown backend 'rdma'; known: auto"),
+        (["bench", "dispatch", "--peer", "nobody"], "unknown peer 'nobody'; known: "),
+        (["bench", "layer", "--preset", "huge"], "comm"),
+        (["bench", "layer", "--tokens", "-1"], "--tokens"),
+        (["check-grads", "--ranks", "0"], "--ranks"),
+        (["train"], "CONFIG"),
+        (["train", "no/such/file.toml"], "no/such/file.toml: No such file"),
+        (["train", CONFIG, "run.step=3"], "unknown key 'run.step' (did you mean 'run.steps'?)"),
+        (["train", CONFIG, "run.steps=-3"], "run.steps"),
+        (["train", CONFIG, "stray"], "section.key=value"),
+        (["train", CONFIG, "--ranks", "0"], "--ranks"),
+        (["train", __file__], "is a .toml or .json file"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_request_is_one_line_and_exit_code_2(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(arguments) == 2
+    assert told in error_line(capsys)
+
+
+def test_malformed_toml_is_a_wrong_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bad.toml").write_text("[run\n")
+    assert cli.run(["train", str(tmp_path / "bad.toml")]) == 2
+    assert "bad.toml" in error_line(capsys)
+
+
+def test_a_missing_extra_names_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def absent(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'pydantic.fields'", name="pydantic.fields")
+
+    monkeypatch.setattr(cli.importlib, "import_module", absent)
+    assert cli.run(["train", CONFIG]) == 2
+    assert error_line(capsys) == "pydantic.fields is not installed; run: pip install 'moe_comm[train]'"
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "told"),
+    [
+        (PeerTimeout("rank 1 did not come\nwithin 3 s"), 1, "rank 1 did not come; within 3 s"),
+        (MissingDependency("install it"), 2, "install it"),
+        (RankFailed("rank 0 failed with KeyError: x", "the traceback"), 1, "rank 0 failed with KeyError: x"),
+        (cli.Interrupted(15), 143, "stopped by SIGTERM"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (PermissionError(13, "Permission denied", "/somewhere"), 2, "/somewhere: Permission denied"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_every_kind_of_failure_has_its_exit_code(
+    raised: BaseException, code: int, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(cli, "launch", fail)
+    assert cli.run(["train", CONFIG]) == code
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1] == f"moe-comm: error: {told}"
+    assert lines[:-1] == (["the traceback"] if isinstance(raised, RankFailed) else [])
+
+
+def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cli, "launch", fail)
+    with pytest.raises(ZeroDivisionError):
+        cli.run(["train", CONFIG])
+
+
+def test_train_starts_the_ranks_it_was_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(cli, "launch", lambda *args: calls.append(args))
+    assert cli.run(["train", CONFIG]) == 0
+    assert cli.run(["train", CONFIG, "--ranks", "3", "run.steps=5"]) == 0
+    assert [call[2] for call in calls] == [2, 3]
+    assert calls[1][1][1] == ["run.steps=5", "parallel.ranks=3"]
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("doctor", "train", "bench", "check-grads"))
+    for command in (["train"], ["bench", "dispatch"], ["bench", "layer"], ["doctor"], ["check-grads"]):
+        assert cli.run([*command, "--help"]) == 0
+    assert "--top-k" in capsys.readouterr().out
+
+
+def test_python_dash_m_is_the_same_command_and_imports_torch_for_nothing() -> None:
+    code = "import sys; from moe_comm import cli; cli.run(['--help']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+    command = [sys.executable, "-m", "moe_comm", "bench", "dispatch", "--rank", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == ["moe-comm: error: No such option: --rank (Possible options: --ranks)"]
+
+
+def test_bench_dispatch_writes_one_json_object(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    arguments = ["--tokens", "16", "--hidden", "32", "--experts", "4", "--top-k", "2", "--iterations", "2"]
+    command = [sys.executable, "-m", "moe_comm", "bench", "dispatch", *arguments, "--peer", "torch_gloo"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    command += ["--json", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    keys = {"dispatch_ms", "combine_ms", "dispatch_limit_ms", "combine_limit_ms", "limit_ratio", "peers", "settings"}
+    assert keys <= found.keys()
+    assert found["settings"]["tokens"] == 16
+
+
+def test_check_grads_compares_ranks_with_one(capfd: pytest.CaptureFixture[str]) -> None:
+    small = ["--tokens", "8", "--hidden", "16", "--ffn", "16", "--experts", "4", "--top-k", "2"]
+    assert cli.run(["check-grads", "--ranks", "2", *small]) == 0
+    assert capfd.readouterr().out

@@ -1,0 +1,161 @@
+"""What is built and shipped: a native core free of torch, a wheel that works alone, pins, and a CI that counts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CHILD = {"capture_output": True, "text": True, "timeout": 280, "check": False}
+
+
+def native() -> Path:
+    """The built module's file."""
+    core = pytest.importorskip("moe_comm._C", reason="the native core is not built")
+    return Path(core.__file__)
+
+
+def test_native_core_neither_loads_torch_nor_needs_a_gpu_driver() -> None:
+    code = (
+        "import importlib.util, sys\n"
+        "spec = importlib.util.spec_from_file_location('moe_comm._C', sys.argv[1])\n"
+        "core = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(core)\n"
+        "assert core.isa() in core.isas() and 'torch' not in sys.modules\n"
+        "print(open('/proc/self/maps').read())\n"
+    )
+    done = subprocess.run([sys.executable, "-I", "-c", code, str(native())], **CHILD)
+    assert done.returncode == 0, done.stderr
+    assert not re.search(r"libtorch|libc10|libcudart|libcuda\.", done.stdout)
+
+
+def test_cuda_probe_reports_what_is_there_without_failing() -> None:
+    from moe_comm import _C
+
+    found = _C.cuda_probe()
+    if found is None:
+        pytest.skip("built without CUDA")
+    probe = json.loads(found)
+    assert probe["runtime_version"] >= 12000
+    assert "sm_90a" in probe["archs"]
+    assert isinstance(probe["devices"], list)
+    assert bool(probe["devices"]) or probe["error"]
+
+
+def test_stub_names_what_the_native_core_has() -> None:
+    native()
+    import ast
+
+    from moe_comm import _C
+
+    def members(owner: object) -> set[str]:
+        return {name for name in vars(owner) if not name.startswith("_")}
+
+    tree = ast.parse((ROOT / "moe_comm" / "_C.pyi").read_text())
+    stated = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    assert stated.keys() == members(_C)
+    for name, node in stated.items():
+        if isinstance(node, ast.ClassDef) and not issubclass(getattr(_C, name), Exception):
+            methods = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
+            assert methods - {"__init__"} == members(getattr(_C, name)), name
+
+
+def requirement_names(requirements: list[str]) -> set[str]:
+    names = {re.split(r"[<>=!~;\[ ]", line, maxsplit=1)[0] for line in requirements}
+    return {name.lower().replace("_", "-") for name in names} - {"moe-comm"}
+
+
+def test_constraints_pin_every_dependency_once() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"]
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9A-Za-z.]+", line) for line in lines), lines
+    pins = [line.split("==")[0].lower().replace("_", "-") for line in lines]
+    assert len(pins) == len(set(pins))
+    extras = PROJECT["optional-dependencies"]
+    needed = requirement_names(PROJECT["dependencies"])
+    for extra in ("hf", "train", "bench", "dev"):
+        needed |= requirement_names(extras[extra])
+    assert needed <= set(pins), needed - set(pins)
+    assert "torch==2.13.0" in lines
+
+
+def test_torch_is_no_build_requirement() -> None:
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    assert requirement_names(build) == {"setuptools", "pybind11", "cmake", "ninja"}
+
+
+SUITE = (
+    '<?xml version="1.0"?><testsuites name="pytest tests"><testsuite name="pytest" errors="0" failures="{failures}" '
+)
+SUITE += 'skipped="{skipped}" tests="{tests}" time="1.0"></testsuite></testsuites>'
+
+
+@pytest.mark.parametrize(
+    ("lint", "test", "counts", "code", "told"),
+    [
+        (0, 0, (5, 0, 1), 0, ""),
+        (0, 2, (5, 1, 0), 2, ""),
+        (0, 2, (0, 0, 0), 2, "no test ran"),
+        (0, 0, (3, 0, 3), 5, "no test ran"),
+        (0, 0, None, 5, "no test ran"),
+        (1, 0, (5, 0, 0), 1, "make lint failed"),
+    ],
+    ids=["passed", "one failed", "none collected", "all skipped", "no report", "lint failed"],
+)
+def test_ci_tells_passed_from_no_test_ran(
+    lint: int, test: int, counts: tuple[int, int, int] | None, code: int, told: str, tmp_path: Path
+) -> None:
+    shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
+    (tmp_path / "bin").mkdir()
+    report = "" if counts is None else SUITE.format(tests=counts[0], failures=counts[1], skipped=counts[2])
+    make = tmp_path / "bin" / "make"
+    make.write_text(
+        f"#!/bin/sh\n[ \"$1\" = lint ] && exit {lint}\nmkdir -p build\nprintf '%s' '{report}' > build/test-report.xml\n"
+        f"exit {test}\n"
+    )
+    make.chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", str(tmp_path / ".ci" / "run")], env=env, **CHILD)
+    assert done.returncode == code, done.stderr
+    assert told in done.stderr
+    assert bool(told) or not done.stderr
+
+
+@pytest.mark.slow
+def test_a_wheel_built_in_isolation_works_where_only_it_is_installed(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    ignore = shutil.ignore_patterns("*.so", "__pycache__")
+    for name in ("csrc", "moe_comm"):
+        shutil.copytree(ROOT / name, source / name, ignore=ignore)
+    for name in ("setup.py", "pyproject.toml", "CMakeLists.txt", "MANIFEST.in", "README.md", "constraints.txt"):
+        shutil.copy(ROOT / name, source)
+    env = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    env |= {"MOE_COMM_CUDA": "off"}
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(tmp_path), str(source)]
+    done = subprocess.run(build, env=env, **CHILD)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("moe_comm-*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert any(re.fullmatch(r"moe_comm/_C\..*\.so", name) for name in names)
+    assert {"moe_comm/py.typed", "moe_comm/_C.pyi", "moe_comm/cli.py"} <= set(names)
+    top = {name.split("/")[0] for name in names}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"moe_comm"}
+    site = tmp_path / "site"
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site), str(wheel)]
+    done = subprocess.run(install, env=env, **CHILD)
+    assert done.returncode == 0, done.stderr
+    code = "import moe_comm, moe_comm._C as core; print(moe_comm.__file__, core.cuda_probe(), core.isa())"
+    env |= {"PYTHONPATH": str(site)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, **CHILD)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(str(site))
+    assert " None " in done.stdout
