@@ -1,0 +1,171 @@
+"""What README.md and docs/ show is so: snippets run, commands parse, links lead somewhere, tables are complete.
+
+A fenced ``python`` block runs, all blocks of a page in one namespace and in order; ``python no-run`` is only compiled.
+An HTML comment that starts with ``run:`` is a block that the reader does not see.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from moe_comm import cli, errors
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(
+    r"^<!-- run:\n(?P<hidden>.*?)^-->$|^```(?P<kind>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+)
+LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
+PLACEHOLDERS = {"CONFIG": "examples/pydoc.toml", "KEY=VALUE": "run.steps=200", "N": "2"}
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path, kind: str) -> Iterator[tuple[int, str]]:
+    """Line number and text of the fenced blocks of one kind; hidden ones count as ``python``."""
+    text = page.read_text()
+    for found in BLOCK.finditer(text):
+        if (found["kind"] if found["hidden"] is None else "python") == kind:
+            start = found.start("text" if found["hidden"] is None else "hidden")
+            yield text.count("\n", 0, start), found["text"] if found["hidden"] is None else found["hidden"]
+
+
+def compiled(page: Path, kind: str) -> list[Any]:
+    """Code objects whose tracebacks point into the page."""
+    return [compile("\n" * line + text, str(page), "exec") for line, text in blocks(page, kind)]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if list(blocks(page, "python"))], ids=name_of)
+def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "transformers" in page.read_text() and page.stem in ("README", "hugging_face"):
+        pytest.importorskip("transformers", minversion="5.23", reason="needs the hf extra")
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {"__name__": "snippet"}
+    for code in compiled(page, "python"):
+        exec(code, namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_snippets_that_are_not_run_are_python(page: Path) -> None:
+    compiled(page, "python no-run")
+
+
+def command_lines(page: Path) -> set[str]:
+    """Every ``moe-comm ...`` on a line of its own or in an inline span."""
+    text = page.read_text()
+    inline = re.findall(r"`(moe-comm [^`…]*)`", text)
+    lines = re.findall(r"^(?:    )?(moe-comm [^\n`]*)$", text, re.MULTILINE)
+    return {line.strip() for line in [*inline, *lines]}
+
+
+COMMANDS = sorted({(name_of(page), line) for page in PAGES for line in command_lines(page)})
+
+
+def find(words: list[str]) -> tuple[Any, list[str]]:
+    """The command that ``words`` name, and the arguments after it."""
+    command: Any = typer.main.get_command(cli.app)
+    while hasattr(command, "commands") and words:
+        assert words[0] in command.commands, f"no command {words[0]!r}"
+        command, words = command.commands[words[0]], words[1:]
+    return command, words
+
+
+@pytest.mark.parametrize(("page", "line"), COMMANDS, ids=[f"{page}: {line}" for page, line in COMMANDS])
+def test_commands_parse(page: str, line: str) -> None:
+    words = shlex.split(re.sub(r"[\[\]]|\.\.\.", "", line), comments=True)[1:]
+    command, arguments = find([PLACEHOLDERS.get(word, word) for word in words])
+    if not arguments:  # named in the text
+        return
+    given = command.make_context(command.name, arguments).params
+    if command.name == "train":
+        config = pytest.importorskip("moe_comm.train.config")
+        config.load(ROOT / given["config"], given["overrides"] or [])
+
+
+def shell_lines(page: Path) -> Iterator[str]:
+    for _, text in blocks(page, "sh"):
+        yield from (line for line in text.splitlines() if line.strip())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_shell_lines_name_what_exists(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
+    text = page.read_text()
+    for target in re.findall(r"^make ([a-z]+)", "\n".join(shell_lines(page)), re.MULTILINE):
+        assert target in targets
+    for target in re.findall(r"`make ([a-z]+)", text):
+        assert target in targets
+    for named in re.findall(r"moe_comm\[([a-z0-9,]+)\]", text):
+        assert set(named.split(",")) <= extras
+    for line in shell_lines(page):
+        for path in re.findall(r"(?:examples|benchmarks|tests)/[\w./-]+", line):
+            assert (ROOT / path).exists(), f"{line}: no {path}"
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    heads = re.findall(r"^#+ (.+)$", re.sub(BLOCK, "", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in LINK.findall(re.sub(BLOCK, "", page.read_text())):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{name_of(page)}: no {path}"
+        if anchor:
+            assert anchor in anchors(target), f"{name_of(page)}: {path} has no heading {anchor!r}"
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    linked = set(LINK.findall((ROOT / "README.md").read_text()))
+    assert {name_of(page) for page in PAGES[1:]} <= linked
+
+
+@pytest.mark.parametrize("command", ["doctor", "train", "bench dispatch", "bench layer", "check-grads"])
+def test_every_option_of_a_command_is_in_its_table(command: str) -> None:
+    section = re.split(rf"^## moe-comm {command}$", (ROOT / "docs/cli.md").read_text(), flags=re.MULTILINE)[1]
+    rows = [row for row in re.split(r"^## ", section, flags=re.MULTILINE)[0].splitlines() if row.startswith("| `-")]
+    named = {option for row in rows for option in re.findall(r"`(--[\w-]+)`", row.split(" | ")[0])}
+    options = {name for p in find(command.split())[0].params for name in (*p.opts, *p.secondary_opts)}
+    assert named == {name for name in options if name.startswith("--")} - {"--help"}
+
+
+def test_every_configuration_key_is_in_the_table_with_its_default() -> None:
+    config = pytest.importorskip("moe_comm.train.config")
+    section = (ROOT / "docs/training.md").read_text().partition("## Configuration")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+\.\w+)` \|([^|]*)\|", section, re.MULTILINE)
+    shown = {key: default.strip().strip("`") for key, default in rows}
+    defaults = config.TrainConfig().model_dump(mode="json")
+    actual = {f"{section}.{key}": value for section, keys in defaults.items() for key, value in keys.items()}
+    assert shown.keys() == actual.keys()
+    for key, value in actual.items():
+        written = None if shown[key] == "none" else tomllib.loads(f"value = {shown[key]}")["value"]
+        assert written == value, key
+
+
+def test_every_error_is_in_the_table_with_what_it_derives_from() -> None:
+    text = (ROOT / "docs/errors.md").read_text()
+    for name, kind in vars(errors).items():
+        if isinstance(kind, type) and issubclass(kind, errors.MoeCommError) and kind is not errors.MoeCommError:
+            row = re.search(rf"^\| `{name}` \|([^|]*)\|", text, re.MULTILINE)
+            assert row is not None, name
+            bases = {base.__name__ for base in kind.__bases__} - {"MoeCommError"}
+            assert set(re.findall(r"\w+", row[1])) == bases, name

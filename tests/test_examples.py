@@ -1,0 +1,54 @@
+"""Every example runs as its first lines say. tests/integrations/test_swap_example.py runs the swap."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+ELSEWHERE = {"swap_hugging_face.py"}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+SAYS = {
+    "dispatch_only.py": ["rank 0 (shared_memory) holds experts [0, 1]", "rank 1 (shared_memory) holds experts [2, 3]"],
+    "moe_layer.py": [
+        "rank 0 of 2: 4 experts, shared_memory",
+        "rank 1 of 2: step 20",
+        "2 rank(s), shared_memory: all right",
+    ],
+}
+
+
+def run(command: list[str]) -> str:
+    """Standard output of ``command``, which must succeed."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_example_is_tested() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == SAYS.keys() | ELSEWHERE
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_example_starts_its_own_ranks(name: str) -> None:
+    shown = run([sys.executable, f"examples/{name}"])
+    assert all(text in shown for text in SAYS[name]), shown
+
+
+def test_example_runs_under_torchrun() -> None:
+    shown = run([*TORCHRUN, "examples/dispatch_only.py"])
+    assert all(text in shown for text in SAYS["dispatch_only.py"]), shown
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pydantic") is None, reason="needs the train extra")
+def test_the_training_configuration_is_valid_and_for_two_ranks() -> None:
+    from moe_comm.train import config
+
+    assert config.load(EXAMPLES / "pydoc.toml").parallel.ranks == 2
