@@ -149,7 +149,7 @@ void Heap::grow(int64_t bytes) {
   // Touch through the mapping first, which can take huge pages; then fallocate, which makes a full /dev/shm an
   // error here rather than a SIGBUS later.
   bool done = map_->extend(target, /*populate=*/true);
-  int code = done ? 0 : ENOMEM;
+  int code = done ? 0 : fd >= 0 ? ENOSPC : ENOMEM;
   if (done && fd >= 0) {
     do {
       code = posix_fallocate(fd, old, target - old);

@@ -45,8 +45,8 @@ class Transfer {
  public:
   // `expert_offsets` has world + 1 entries: rank r owns experts [expert_offsets[r], expert_offsets[r + 1]).
   // `communicator` null: this process holds every expert, and `heap` gives the blocks.
-  Transfer(std::shared_ptr<Communicator> communicator, std::shared_ptr<Heap> heap,
-           std::vector<int64_t> expert_offsets, int threads);
+  Transfer(std::shared_ptr<Communicator> communicator, std::shared_ptr<Heap> heap, std::vector<int64_t> expert_offsets,
+           int threads);
 
   Sent send(Op op, Rows x, const int64_t* ids, Shape shape);
   // weights may be null for ones

@@ -144,7 +144,7 @@ class Dispatcher(ABC):
         """Uninitialised [num_rows, width] storage of the kind this backend reads and writes fastest."""
         return torch.empty(num_rows, width, dtype=dtype, device=device)
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:  # noqa: B027 - most backends hold nothing beyond their group
         """Give back what this dispatcher holds. Collective; calling it twice is allowed."""
 
     # --- for autograd.py and the backends ---

@@ -90,9 +90,9 @@ def _train(
             seconds=time.monotonic() - began,
         )
         if ranks.is_first:
-            folder.save_result(asdict(result) | _versions(ranks))
             if not interrupted:
                 result = replace(result, sample=_sample(config, corpus, folder))
+            folder.save_result(asdict(result) | _versions(ranks))
             progress.say(_closing(result))
         return result
 

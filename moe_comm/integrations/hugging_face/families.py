@@ -190,5 +190,5 @@ def require_transformers() -> None:
         import transformers.integrations.moe  # noqa: F401
     except ImportError as error:
         raise MissingDependency(
-            f"swapping Hugging Face models needs transformers >= 5.23 ({error}); pip install 'moe-comm[hf]'"
+            f"swapping Hugging Face models needs transformers >= 5.23 ({error}); pip install 'moe_comm[hf]'"
         ) from error

@@ -1,0 +1,160 @@
+#include <atomic>
+#include <cstring>
+
+#include "check.h"
+#include "cpu/kernels.h"
+#include "reference.h"
+
+using namespace moe_comm;
+using namespace moe_comm::test;
+
+namespace {
+
+Communicator::Options patient() {
+  Communicator::Options options;
+  options.timeout_s = 120;  // sanitizers and busy machines are slow
+  return options;
+}
+
+void play_random(Ranks& ranks, Random& random, int plans, const Limits& limits, int threads = 1) {
+  std::vector<Plan> all;
+  for (int i = 0; i < plans; ++i) all.push_back(random_plan(random, ranks.world(), limits));
+  static std::atomic<int64_t> calls{0};
+  const int64_t first_call = calls.fetch_add(1000000);
+  on_ranks(ranks.world(), [&](int rank) {
+    int64_t call = first_call;
+    for (const Plan& plan : all) {
+      Transfer transfer = ranks.transfer(rank, plan.expert_offsets, threads);
+      play(plan, rank, transfer, call);
+    }
+  });
+  for (auto& heap : ranks.heaps) CHECK_EQ(heap->used(), int64_t{0});
+}
+
+}  // namespace
+
+TEST(transfer_gives_the_reference_bits_on_2_4_8_ranks) {
+  for (const int world : {1, 2, 4, 8}) {
+    for (const double spin : {0.0, 50.0}) {
+      Communicator::Options options = patient();
+      options.spin_us = spin;
+      Ranks ranks(world, options);
+      Random random(static_cast<uint64_t>(world) * 100 + static_cast<uint64_t>(spin));
+      play_random(ranks, random, (world == 8 ? 20 : 40) * repeats(), Limits());
+    }
+  }
+}
+
+TEST(transfer_gives_the_reference_bits_through_named_shared_memory) {
+  Ranks ranks = Ranks::named(3, patient(), {int64_t{1} << 30, int64_t{1} << 30, int64_t{1} << 30});
+  Random random(3);
+  play_random(ranks, random, 10 * repeats(), Limits());
+  // Growth: peers map the new part when they first see it.
+  play_random(ranks, random, 2, {600, 512, 6});
+  play_random(ranks, random, 2, {1200, 512, 6});
+}
+
+TEST(transfer_without_peers_gives_the_reference_bits) {
+  Random random(17);
+  auto heap = std::make_shared<Heap>("", 0, 0, int64_t{1} << 30);
+  for (int i = 0; i < 60 * repeats(); ++i) {
+    const Plan plan = random_plan(random, 1, Limits());
+    Transfer transfer(nullptr, heap, plan.expert_offsets, 1);
+    int64_t call = 0;
+    play(plan, 0, transfer, call);
+  }
+  CHECK_EQ(heap->used(), int64_t{0});
+}
+
+// Large enough for non-temporal stores and for several threads a rank, aligned and not.
+TEST(transfer_with_threads_and_non_temporal_stores_gives_the_reference_bits) {
+  Random random(23);
+  for (const int64_t hidden : {1024, 1000, 1025}) {
+    for (int dtype = 0; dtype < 3; ++dtype) {
+      Ranks ranks(2, patient());
+      Plan plan = plain_plan(random, 2, 192, hidden, 8, 6, dtype);
+      plan.rows_in_heap = hidden != 1000;
+      on_ranks(2, [&](int rank) {
+        int64_t call = 0;
+        Transfer transfer = ranks.transfer(rank, plan.expert_offsets, 3);
+        play(plan, rank, transfer, call);
+      });
+    }
+  }
+}
+
+TEST(transfer_every_isa_gives_the_same_bits) {
+  const std::string before = kernels().name;
+  for (const std::string& isa : isa_names()) {
+    CHECK(set_isa(isa));
+    CHECK(isa == kernels().name);
+    Ranks ranks(2, patient());
+    Random random(31);
+    play_random(ranks, random, 30 * repeats(), {16, 200, 9});
+    play_random(ranks, random, 1, {300, 1100, 6});
+  }
+  CHECK(!set_isa("no such instruction set"));
+  CHECK(set_isa(before));
+}
+
+TEST(transfer_more_than_64_choices_a_token) {
+  Random random(37);
+  Ranks ranks(2, patient());
+  const Plan plan = plain_plan(random, 2, 5, 33, 100, 100, 1);
+  on_ranks(2, [&](int rank) {
+    int64_t call = 0;
+    Transfer transfer = ranks.transfer(rank, plan.expert_offsets);
+    play(plan, rank, transfer, call);
+  });
+}
+
+TEST(transfer_counters_survive_the_wrap) {
+  for (const uint32_t limit : {0u, 0x80000000u}) {
+    for (uint32_t before = 0; before < 10; ++before) {
+      Communicator::Options options = patient();
+      options.first_progress = limit - before;
+      options.spin_us = before % 2 ? 50 : 0;
+      Ranks ranks(3, options);
+      Random random(before);
+      play_random(ranks, random, 1, {8, 40, 6});
+    }
+  }
+}
+
+// Several dispatches stand before the first combine; layouts and blocks must not depend on later ones.
+TEST(transfer_dispatches_in_flight_do_not_disturb_each_other) {
+  Random random(41);
+  Ranks ranks(2, patient());
+  const Plan plans[2] = {plain_plan(random, 2, 9, 48, 6, 2, 0), plain_plan(random, 2, 13, 20, 6, 3, 1)};
+  on_ranks(2, [&](int rank) {
+    const size_t r = static_cast<size_t>(rank);
+    Transfer transfer = ranks.transfer(rank, plans[0].expert_offsets);
+    int64_t call = 0;
+    std::vector<Sent> sent;
+    for (const Plan& p : plans) {
+      sent.push_back(transfer.send(op_of(p, 0, ++call), {p.x[r].data(), p.stride()}, p.ids[r].data(),
+                                   {p.tokens[r], p.top_k, p.hidden, p.dtype}));
+    }
+    for (size_t i = 2; i-- > 0;) {
+      const Plan& p = plans[i];
+      Bytes y(p.y[r].size());
+      CHECK(std::memcmp(transfer.heap().base() + sent[i].block, p.received[r].data(), p.received[r].size()) == 0);
+      transfer.sum(op_of(p, 1, ++call), *sent[i].layout, {p.out[r].data(), p.stride()}, p.weights[r].data(), y.data());
+      CHECK(y == p.y[r]);
+      transfer.heap().free(sent[i].block);
+    }
+  });
+}
+
+// Two threads of one process use one communicator: operations come one after another, each whole.
+TEST(transfer_operations_of_two_threads_are_serialised) {
+  Random random(43);
+  Ranks ranks(1, patient());
+  const Plan plans[2] = {plain_plan(random, 1, 20, 64, 6, 2, 0), plain_plan(random, 1, 7, 31, 6, 3, 2)};
+  on_ranks(2, [&](int thread) {
+    int64_t call = 1000 * thread;
+    Transfer transfer = ranks.transfer(0, plans[thread].expert_offsets);
+    for (int i = 0; i < 100 * repeats(); ++i) play(plans[thread], 0, transfer, call);
+  });
+  CHECK_EQ(ranks.heaps[0]->used(), int64_t{0});
+}
