@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from moe_comm.runtime import cpu_guard
 STORE_VARIABLE = "MOE_COMM_STORE"
 """Path of the file through which the ranks that ``launch`` started meet."""
 MAX_RANKS = 1024
+AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 LINGER_S = 2.0
 RAISED_AT = "moe_comm_raised_at"
 """Attribute of an exception that left ``init_ranks``: when, before leaving the group let the peers notice; ns."""
@@ -108,7 +110,7 @@ def launch(entry: Callable[..., Any] | str, args: Sequence[Any] = (), ranks: int
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             STORE_VARIABLE: str(Path(folder) / "ranks"),
         }
-        with _environment(variables):
+        with _environment(variables), _signal_handlers():
             return _run_agent(entry, args, ranks, Path(folder))
 
 
@@ -229,6 +231,20 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _signal_handlers() -> Iterator[None]:
+    """Put back what the agent replaces: without it, a later Ctrl-C in this process would raise the agent's exception."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread can set handlers, and the agent then leaves them alone
+        return
+    before = {kind: signal.getsignal(kind) for kind in AGENT_SIGNALS}
+    try:
+        yield
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
 
 
 @contextlib.contextmanager

@@ -88,6 +88,12 @@ def test_two_ranks_meet_and_return_their_results_by_rank(monkeypatch: pytest.Mon
     assert changed <= {"TORCHELASTIC_SIGNALS_TO_HANDLE"}
 
 
+def test_signal_handlers_of_this_process_are_put_back() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    launch(os.getppid, (), 2)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def test_one_rank_runs_in_this_process_with_a_group_of_its_own() -> None:
     assert launch(one_rank, ranks=1) == [(0, 1, "cpu")]
     assert not dist.is_initialized()
