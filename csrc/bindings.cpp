@@ -81,6 +81,12 @@ void raise_python(const char* name, const char* text) {
   PyErr_SetString(kind.ptr(), text);
 }
 
+// Lets Ctrl-C end a wait: Python's own handler only notes the signal, and runs when somebody asks.
+void check_signals() {
+  py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
 // Takes the GIL only; releases it around `body`.
 template <class Body>
 auto without_gil(Body body) {
@@ -146,6 +152,7 @@ PYBIND11_MODULE(_C, m) {
              options.spin_us = spin_us;
              options.first_progress = first_progress;
              options.watch_pids = watch_pids;
+             options.on_wait = &check_signals;
              return std::make_shared<Communicator>(std::move(heap), rank, world, options);
            }),
            py::arg("heap"), py::arg("rank"), py::arg("world"), py::arg("timeout_s"), py::arg("spin_us"),

@@ -1,6 +1,7 @@
 """Types of the native core (csrc/bindings.cpp). Addresses are plain integers; the caller keeps their memory alive.
 
-dtype codes: 0 float32, 1 bfloat16, 2 float16. Strides are in elements. ``compared``: the header's compared words.
+dtype codes: 0 float32, 1 bfloat16, 2 float16. Strides are in elements for swiglu, in bytes elsewhere.
+``compared``: the header's compared words.
 """
 
 from collections.abc import Sequence

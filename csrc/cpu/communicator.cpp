@@ -301,6 +301,7 @@ void Communicator::wait_all(uint32_t phase) {
       if ((broken || now >= next_look || now >= deadline) && !reached(progress.load(), target)) {
         look_after(p);
         next_look = now + kLookAround;
+        if (options_.on_wait) options_.on_wait();
         if (now >= deadline) {
           give_up(Broken::timeout, p,
                   situation(p) + " for " + seconds(now - started) + ": it lives (pid " +

@@ -75,6 +75,7 @@ class Communicator {
     double spin_us = 50;
     uint32_t first_progress = 0;  // tests start near the wrap
     bool watch_pids = true;
+    std::function<void()> on_wait;  // called about every 0.1 s of a long wait; may throw (Ctrl-C)
   };
 
   Communicator(std::shared_ptr<Heap> heap, int rank, int world, Options options);

@@ -46,10 +46,10 @@ class Clock:
         self._cuda = device == "cuda"
         self.times: dict[tuple[str, str], list[float]] = defaultdict(list)
 
-    def measure(self, contestant: str, *parts: tuple[str, Callable[[], Any]]) -> None:
+    def measure(self, contestant: str, *parts: tuple[str, Callable[[], Any]], in_a_row: int = 1) -> None:
         """Run the parts one after another on every rank from one common start; note how long each took this rank.
 
-        Several parts also give the phase ``total``.
+        Several parts also give the phase ``total``. With ``in_a_row`` each part runs so many times; the mean counts.
         """
         self._wait_for_device()
         start = self._sync(time.monotonic_ns()) + LEAD_NS
@@ -57,13 +57,14 @@ class Clock:
             os.sched_yield()
         moments = [time.perf_counter()]
         for _, work in parts:
-            work()
+            for _ in range(in_a_row):
+                work()
             self._wait_for_device()
             moments.append(time.perf_counter())
         for (phase, _), before, after in zip(parts, moments, moments[1:], strict=False):
-            self.times[contestant, phase].append(after - before)
+            self.times[contestant, phase].append((after - before) / in_a_row)
         if len(parts) > 1:
-            self.times[contestant, "total"].append(moments[-1] - moments[0])
+            self.times[contestant, "total"].append((moments[-1] - moments[0]) / in_a_row)
 
     def _wait_for_device(self) -> None:
         if self._cuda:

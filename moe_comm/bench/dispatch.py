@@ -157,21 +157,21 @@ class TorchPeer:
         return {"combine": error}
 
 
-def measure(contestants: Iterable[Contestant], clock: Clock, warmup: int, rounds: int) -> None:
+def measure(contestants: Iterable[Contestant], clock: Clock, settings: DispatchBench) -> None:
     """Every contestant once per round, in turn, each phase from a common start."""
     turns = [(c.name, c.steps()) for c in contestants]
     gc.collect()
     gc.disable()
     try:
-        for turn in range(warmup + rounds):
-            if turn == warmup:
+        for turn in range(settings.warmup + settings.rounds):
+            if turn == settings.warmup:
                 clock.clear()
             for name, steps in turns[turn % len(turns) :] + turns[: turn % len(turns)]:
                 for phase, work in steps:
                     if phase is None:
                         work()
                     else:
-                        clock.measure(name, (phase, work))
+                        clock.measure(name, (phase, work), in_a_row=settings.in_a_row)
     finally:
         gc.enable()
 
@@ -194,7 +194,7 @@ def run(settings: DispatchBench, threads: int = 1) -> dict[str, Any]:
         contestants, skipped = _contestants(dispatcher, settings, rank, case, threads)
         errors = {contestant.name: contestant.check() for contestant in contestants}
         clock = Clock(sync_group if settings.ranks > 1 else sync_alone, settings.device)
-        measure(contestants, clock, settings.warmup, settings.rounds)
+        measure(contestants, clock, settings)
         everyone: list[Any] = [None] * settings.ranks
         dist.all_gather_object(everyone, (dict(clock.times), errors))
     finally:

@@ -110,7 +110,7 @@ def run_rank(settings: DispatchBench, mpi: Any) -> Summary:
     for peer in peers:
         peer.check()
     clock = Clock(lambda value: int(comm.allreduce(value, op=mpi.MAX)))
-    measure(peers, clock, settings.warmup, settings.rounds)
+    measure(peers, clock, settings)
     return summarise(comm.allgather(dict(clock.times)))
 
 

@@ -47,11 +47,12 @@ def _number(value: float | None, digits: int = 3, unit: str = "") -> str:
     return "-" if value is None else f"{value:.{digits}g}{unit}" if value < 1000 else f"{value:,.0f}{unit}"
 
 
-def _heading(found: dict[str, Any]) -> str:
+def _heading(found: dict[str, Any], tokens: bool = True) -> str:
     s, m = found["settings"], found["machine"]
+    per_rank = f"{s['tokens']} tokens a rank, " if tokens else ""
     ffn = f", F {s['ffn']}" if "ffn" in s else ""
     return (
-        f"{s['ranks']} ranks, {s['tokens']} tokens a rank, D {s['hidden']}{ffn}, E {s['experts']}, K {s['top_k']}, "
+        f"{s['ranks']} ranks, {per_rank}D {s['hidden']}{ffn}, E {s['experts']}, K {s['top_k']}, "
         f"{s['dtype']}; {m.get('gpu', m['cpu'])}, {m['cores']} cores, {m['isa']}"
     )
 
@@ -99,7 +100,9 @@ def layer_tables(found: dict[str, Any]) -> list[Table]:
 def small_tables(results: list[dict[str, Any]]) -> list[Table]:
     """Microseconds of small batches: ours, the bare copy, and the overhead above it."""
     columns = ("tokens", "dispatch µs", "bare", "overhead", "combine µs", "bare", "overhead")
-    table = _table(_heading(results[0]), *columns, caption=_skipped(results[0]))
+    in_a_row = results[0]["settings"]["in_a_row"]
+    how = f"{in_a_row} calls in a row, each" if in_a_row > 1 else "one call after a barrier"
+    table = _table(f"{_heading(results[0], tokens=False)}; {how}", *columns, caption=_skipped(results[0]))
     for found in results:
         cells = []
         for phase in ("dispatch", "combine"):

@@ -91,17 +91,23 @@ class DispatchBench(Shape):
     backward: measure the two backward passes too.
     peers: whom to compare with. ``_tuned`` reuses its buffers and sums with ``embedding_bag``; the plain one
         allocates every time, as Hugging Face and torchtitan do.
+    in_a_row: calls of a phase in one measurement, whose mean counts. One call after a barrier finds cold caches, as
+        after a long computation; several in a row show what each costs by itself. Needs ``backward`` off.
     """
 
     backend: str = "auto"
     backward: bool = True
     peers: tuple[str, ...] = DISPATCH_PEERS
+    in_a_row: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _one_of("backend", self.backend, BACKENDS)
         for peer in self.peers:
             _one_of("peer", peer, DISPATCH_PEERS)
+        _at_least(self, 1, "in_a_row")
+        if self.in_a_row > 1 and self.backward:
+            raise ConfigError(f"in_a_row={self.in_a_row} needs backward off: a graph can be walked back only once")
 
     @property
     def rounds(self) -> int:

@@ -12,6 +12,7 @@ import os
 import secrets
 import socket
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
     from moe_comm import _C
 
 SEGMENT_PREFIX = "moe_comm"
-NAME_BYTES = 96
+TEXT_BYTES = 1024
+"""Of what ranks tell each other at set-up: a name, and a bit for each core."""
+SPIN_US = 50.0
+"""How long a rank with a core of its own spins before it sleeps: waking up costs about as much."""
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -46,11 +50,6 @@ def native() -> ModuleType:
             f"the native core moe_comm._C is not built ({error}); run `pip install -e .`"
         ) from error
     return _C
-
-
-def cores() -> int:
-    """Processor cores this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,19 @@ def private_heap() -> _C.Heap:
     fresh ones costs more than the copies into them."""
     heap: _C.Heap = native().Heap("")
     return heap
+
+
+def _core_mask() -> int:
+    """The cores this process may use, a bit each."""
+    return sum(1 << core for core in os.sched_getaffinity(0))
+
+
+def _distinct_cores(masks: Iterable[str]) -> int:
+    """Cores that ranks with these hexadecimal masks have together; each may be pinned to its own."""
+    together = 0
+    for mask in masks:
+        together |= int(mask, 16)
+    return together.bit_count()
 
 
 def block(heap: _C.Heap, rows: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -129,18 +141,19 @@ class SharedGroup:
             self.heap = core.Heap(name, core.Communicator.control_bytes(), options.initial_bytes, options.reserve_bytes)
         except HeapError as error:
             problem = error
-        keys = _gather_text(f"{host_key()} {name if problem is None else ''}", group)
+        said = _gather_text(f"{host_key()} {name if problem is None else ''} {_core_mask():x}", group)
+        keys, names, masks = zip(*(text.split(" ") for text in said), strict=True)
         try:
-            if len({key.split(" ")[0] for key in keys}) > 1:
+            if len(set(keys)) > 1:
                 raise ConfigError(
                     "shared_memory needs all ranks of the group on one host with one /dev/shm; "
                     "use all_to_all between hosts"
                 )
-            names = [key.split(" ")[1] for key in keys]
             if problem is None and not all(names):
                 raise HeapError(f"rank {names.index('')} could not create its shared memory")
             if problem is None:
-                spin = options.spin_us if options.spin_us is not None else (50.0 if cores() >= self.world else 0.0)
+                spin = SPIN_US if _distinct_cores(masks) >= self.world else 0.0
+                spin = spin if options.spin_us is None else options.spin_us
                 self.communicator = core.Communicator(
                     self.heap, self.rank, self.world, options.timeout_s, spin, options.first_progress
                 )
@@ -149,7 +162,7 @@ class SharedGroup:
             problem = problem or error
         _agree(problem, group)
         try:
-            self.communicator.attach(names)
+            self.communicator.attach(list(names))
         except HeapError as error:
             problem = error
         failed = _gather_text("" if problem is None else "failed", group)
@@ -178,9 +191,9 @@ class SharedGroup:
 def _gather_text(text: str, group: ProcessGroup) -> list[str]:
     """``text`` of every rank, by a collective of fixed size (no pickle)."""
     raw = text.encode()
-    if len(raw) > NAME_BYTES:
-        raise ValueError(f"{text!r} is longer than {NAME_BYTES} bytes")
-    own = torch.zeros(NAME_BYTES, dtype=torch.uint8)
+    if len(raw) > TEXT_BYTES:
+        raise ValueError(f"{text!r} is longer than {TEXT_BYTES} bytes")
+    own = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
     own[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else own[:0]
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, own, group=group)
