@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_comm.dispatch import Dispatcher, DispatchOptions, make_dispatcher
+from moe_comm.dispatch import Dispatcher, DispatchOptions, Traffic, make_dispatcher
 from moe_comm.dispatch.capacity import Capacity, apply_capacity
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.activations import Activation
@@ -158,12 +158,19 @@ class MoELayer(nn.Module):
             backend: see ``make_dispatcher``.
             seed: of the weights; drawn by the group's first rank from torch's generator if not given.
         """
+        traffic = Traffic(
+            config.router.top_k,
+            config.hidden,
+            (dtype or torch.get_default_dtype()).itemsize,
+            (options or DispatchOptions()).deterministic,
+        )
         dispatcher = make_dispatcher(
             config.num_experts,
             group,
             backend,
             experts_per_rank=config.experts_per_rank,
             options=options,
+            traffic=traffic,
             device=device,
         )
         router = Router(config.hidden, config.router, group, dtype=dtype, device=device)

@@ -235,7 +235,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signal_handlers() -> Iterator[None]:
-    """Put back what the agent replaces: without it, a later Ctrl-C in this process would raise the agent's exception."""
+    """Put back what the agent replaces, or a later Ctrl-C in this process would raise the agent's exception."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread can set handlers, and the agent then leaves them alone
         return

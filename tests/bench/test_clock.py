@@ -8,6 +8,8 @@ import pytest
 
 from moe_comm.bench.clock import Clock, summarise, sync_alone
 from moe_comm.bench.ranks import cores_of_rank, pinned
+from moe_comm.bench.settings import DispatchBench
+from moe_comm.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -51,3 +53,16 @@ def test_parts_are_timed_one_after_another_and_together() -> None:
     assert total >= clock.times["ours", "forward"][0] + clock.times["ours", "backward"][0] - 1e-9
     clock.clear()
     assert not clock.times
+
+
+def test_calls_in_a_row_count_with_their_mean() -> None:
+    done: list[str] = []
+    clock = Clock(sync_alone)
+    clock.measure("ours", ("dispatch", lambda: done.append("d")), in_a_row=5)
+    assert done == ["d"] * 5
+    assert len(clock.times["ours", "dispatch"]) == 1
+
+
+def test_a_graph_is_not_walked_back_in_a_row() -> None:
+    with pytest.raises(ConfigError, match="in_a_row=3 needs backward off"):
+        DispatchBench(in_a_row=3)

@@ -131,6 +131,17 @@ def test_sweep_reports_growth_per_line(tmp_path: Path) -> None:
     assert svg.startswith("<svg") and svg.count("<polyline") > len(found["milliseconds"])
 
 
+def test_small_batches_are_measured_in_a_row_and_after_a_barrier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep, "SMALL", (1, 3))
+    found = sweep.small(replace(TINY, ranks=1), str(tmp_path / "small.json"))
+    assert json.loads((tmp_path / "small.json").read_text()).keys() == found.keys()
+    for way, in_a_row in (("in_a_row", sweep.IN_A_ROW), ("after_a_barrier", 1)):
+        assert set(found[way]["overhead_us"]) == {1, 3}
+        assert found[way]["settings"]["in_a_row"] == in_a_row
+
+
 def test_linearity_of_a_straight_line_is_one() -> None:
     line = sweep.linearity((10, 100, 1000), [1.0, 10.0, 100.0])
     assert line["log_slope"] == pytest.approx(1.0)

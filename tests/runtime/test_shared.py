@@ -262,6 +262,29 @@ def test_an_error_in_the_middle_of_an_operation_reaches_every_rank(pool3: RankPo
         assert found[rank][0] == PeerError.__name__ and "rank 1 left the operation after an error" in found[rank][1]
 
 
+def interrupt_rank_0(rank: int, world: int, _: None) -> str:
+    """A signal's Python handler raises while rank 0 waits for rank 1, which does not come."""
+    d = dispatcher(rank, world, dist.new_group(), timeout_s=60.0)
+
+    def interrupt(kind: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    x_TD, ids_TK = torch.ones(3, HIDDEN), torch.zeros(3, TOP_K, dtype=torch.int64)
+    if rank == 0:
+        signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            d.dispatch(x_TD, ids_TK)
+    dist.barrier()
+    return str(caught(lambda: d.dispatch(x_TD, ids_TK)))
+
+
+def test_ctrl_c_ends_a_wait_and_the_peers_learn_of_it(pool2: RankPool) -> None:
+    mine, theirs = pool2.run(interrupt_rank_0)
+    assert mine.startswith("rank 0 left an operation in the middle")
+    assert "rank 0 left the operation after an error" in theirs
+
+
 # --- counters, threads, forks ---
 
 
