@@ -10,7 +10,7 @@
 #        3. the layer against Hugging Face's grouped_mm   4. JSON and a table, with date, commit and command
 # A failing step does not stop the later ones; the exit code is 1 if any failed. PYTHON=... chooses the interpreter.
 #
-# Written on machines without a GPU: until benchmarks/results holds a run, nothing here has been seen on one.
+# Until benchmarks/results holds a run, nothing here has been seen on a GPU.
 set -uo pipefail
 command_line="bash benchmarks/gpu.sh $*"
 cd "$(dirname "$0")/.."

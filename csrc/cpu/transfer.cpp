@@ -14,7 +14,8 @@ namespace moe_comm {
 namespace {
 
 constexpr int64_t kBlockFailed = -2;
-constexpr int64_t kRoutingFault = 2;                 // 1 + index in header.FAULTS: RoutingError
+constexpr int64_t kInputFault = 1;                   // 1 + index in header.FAULTS: InputError
+constexpr int64_t kRoutingFault = 2;                 // RoutingError
 constexpr int64_t kHeapFault = 4;                    // HeapError
 constexpr int64_t kStreamBytes = int64_t{2} << 20;   // results beyond this leave the cache anyway
 constexpr int64_t kGrainBytes = int64_t{256} << 10;  // less than this is not worth another thread
@@ -109,6 +110,7 @@ Sent Transfer::send(Op op, Rows x, const int64_t* ids, Shape shape) {
     if (!op.fault) op.fault = kHeapFault;
   }
   auto layout = std::make_shared<Layout>();
+  layout->maker = this;
   layout->tokens = shape.tokens;
   layout->top_k = shape.top_k;
   layout->hidden = shape.hidden;
@@ -211,6 +213,13 @@ int64_t Transfer::place_rows(const Layout& layout, Rows rows, std::vector<int64_
   return offset;
 }
 
+bool Transfer::made_here(const Layout& layout, Op& op) const {
+  if (layout.maker == this) return true;
+  op.fault = kInputFault;
+  op.fault_text = "this layout was made by another dispatcher; combine with the one that dispatched";
+  return false;
+}
+
 void Transfer::begin(const Op& op, const std::vector<int64_t>& scratch) {
   try {
     if (communicator_) {
@@ -236,7 +245,7 @@ void Transfer::sum(Op op, const Layout& layout, Rows rows, const float* weights,
   Record& mine = communicator_ ? communicator_->record() : local;
   mine.rows_bytes = layout.rows * row_bytes;
   try {
-    mine.rows_offset = place_rows(layout, rows, scratch);
+    if (made_here(layout, op)) mine.rows_offset = place_rows(layout, rows, scratch);
   } catch (const HeapError& error) {
     op.fault = kHeapFault;
     op.fault_text = error.what();
@@ -266,7 +275,7 @@ int64_t Transfer::spread(Op op, const Layout& layout, Rows g, Rows rows, const f
   try {
     scratch.push_back(heap_->alloc(mine.rows_bytes));
     mine.block_offset = scratch[0];
-    if (weight_grads) mine.rows_offset = place_rows(layout, rows, scratch);
+    if (made_here(layout, op) && weight_grads) mine.rows_offset = place_rows(layout, rows, scratch);
   } catch (const HeapError& error) {
     op.fault = kHeapFault;
     op.fault_text = error.what();

@@ -21,8 +21,9 @@ struct Layout {
   std::vector<int64_t> rows_per_expert;  // of this rank's experts
   int64_t tokens = 0, top_k = 0, hidden = 0;
   int dtype = 0;
-  int64_t rows = 0;     // in this rank's block
-  int64_t dropped = 0;  // of this rank's slots
+  const void* maker = nullptr;  // the Transfer that places refer to
+  int64_t rows = 0;             // in this rank's block
+  int64_t dropped = 0;          // of this rank's slots
 };
 
 // A [rows, hidden] matrix whose rows are `stride` bytes apart.
@@ -65,6 +66,8 @@ class Transfer {
   // Offset of `rows` in this rank's heap; copies them there first, into a new block of `scratch`, if they are
   // elsewhere or not dense.
   int64_t place_rows(const Layout& layout, Rows rows, std::vector<int64_t>& scratch);
+  // A layout of another dispatcher names places that are not in these heaps.
+  bool made_here(const Layout& layout, Op& op) const;
   // Memory that ran out on one rank becomes the same error on all: it travels as the fault of the handshake.
   void begin(const Op& op, const std::vector<int64_t>& scratch);
   char* address(int peer, int64_t offset, int64_t bytes) const;

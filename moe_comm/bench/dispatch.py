@@ -224,7 +224,10 @@ def _contestants(
         from moe_comm import _C as native  # type: ignore[attr-defined,unused-ignore]
         from moe_comm.bench.limit import Limit
 
-        found.append(Limit(native, settings, rank, case, threads))
+        if settings.top_k > Limit.MAX_TOP_K:
+            skipped["limit"] = f"its bare sum takes at most {Limit.MAX_TOP_K} rows a token"
+        else:
+            found.append(Limit(native, settings, rank, case, threads))
     except ImportError as missing:
         skipped["limit"] = f"the native core is not built ({missing})"
     return found, skipped
@@ -288,6 +291,7 @@ def main(settings: DispatchBench, json_out: str | None = None) -> dict[str, Any]
     """
     from moe_comm.bench import report
 
+    report.check_writable(json_out)
     found = measure_all([settings])
     if not found:
         return {}

@@ -136,18 +136,20 @@ def run(settings: LayerBench, threads: int = 1) -> dict[str, Any]:
         # Small shapes are for tests of this code; there a large GEMM would only cost time.
         size = GEMM_SIZE if settings.flops > 1e9 else 128
         a, b = (torch.randn(size, size, device=settings.device).to(settings.torch_dtype) for _ in range(2))
-        gc.collect()
+        gc.disable()
         for turn_number in range(settings.warmup + settings.rounds):
             if turn_number == settings.warmup:
                 clock.clear()
             shift = turn_number % len(turns)
             for turn in turns[shift:] + turns[:shift]:
+                gc.collect()
                 clock.measure(turn.contestant.name, ("forward", turn.forward), ("backward", turn.backward))
                 turn.drop()
                 clock.measure(GEMM, ("total", lambda: torch.mm(a, b)))
         everyone: list[Any] = [None] * settings.ranks
         dist.all_gather_object(everyone, (dict(clock.times), errors))
     finally:
+        gc.enable()
         for turn in turns:
             turn.contestant.close()
     stats = summarise([times for times, _ in everyone])
@@ -230,6 +232,7 @@ def main(settings: LayerBench, json_out: str | None = None) -> dict[str, Any]:
     Args:
         json_out: file for the JSON object; ``-`` is standard output.
     """
+    report.check_writable(json_out)
     facts = machine.facts(settings.device)
     found = on_ranks(run, settings, settings.ranks, settings.device)
     if found is None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from moe_comm.bench.case import Case, expected_rows, make_ids, require
 from moe_comm.bench.settings import DispatchBench
+from moe_comm.runtime.shared import warm
 from moe_comm.topology import ExpertPlacement
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -88,6 +89,8 @@ class Limit:
     """The bare copies. Collective to make."""
 
     name = "limit"
+    MAX_TOP_K = 64
+    """Of the native core's bare weighted sum."""
 
     def __init__(self, native: Any, settings: DispatchBench, rank: int, case: Case, threads: int) -> None:
         self.native, self.settings, self.rank, self.case, self.threads = native, settings, rank, case, threads
@@ -100,7 +103,7 @@ class Limit:
         self.to = self._addresses(self.arrivals, owner, row)
         self.of = self._addresses(self.results, owner, row)
         self.weights_TK = case.weights_TK.float().contiguous()
-        self.y_TD = torch.zeros_like(case.x_TD)
+        self.y_TD = warm(settings.tokens, settings.hidden, case.x_TD.dtype).zero_()  # huge pages where ours gets them
 
     def _addresses(self, segments: SharedSegments, owner: Tensor, row: Tensor) -> Tensor:
         base = torch.tensor([segments.address(peer) for peer in range(self.settings.ranks)])
@@ -130,9 +133,14 @@ class Limit:
             self.threads,
         )
 
+    def experts(self) -> None:
+        """Write the rows that ``combine`` reads, as the other contestants do: they leave the same caches behind."""
+        arrived_RD = self.arrivals.tensor(self.rank, self.rows, self.case.x_TD)
+        torch.mul(arrived_RD, 1.0, out=self.results.tensor(self.rank, self.rows, self.case.x_TD))
+
     def steps(self) -> list[tuple[str | None, Callable[[], None]]]:
         """(phase, work) of one iteration."""
-        return [("dispatch", self.dispatch), ("combine", self.combine)]
+        return [("dispatch", self.dispatch), (None, self.experts), ("combine", self.combine)]
 
     def check(self) -> dict[str, float]:
         """Compare with plain torch; also fills the rows that ``combine`` reads, so it comes first. Collective."""

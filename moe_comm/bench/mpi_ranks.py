@@ -83,15 +83,18 @@ def run_mpi(settings: list[DispatchBench], threads: int) -> list[Summary]:
         task.write_text(json.dumps([one.to_dict() for one in settings]))
         command = [str(mpiexec()), "-n", str(settings[0].ranks), "-hosts", "localhost", "-iface", "lo"]
         command += [sys.executable, "-m", __name__, str(task), str(result)]
-        done = subprocess.run(
-            command,
-            env=os.environ | {"OMP_NUM_THREADS": str(threads)},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
+        try:
+            done = subprocess.run(
+                command,
+                env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"mpiexec did not end within {TIMEOUT_S:g} s") from None
         if done.returncode or not result.exists():
             raise RuntimeError(f"mpiexec ended with {done.returncode}: {(done.stderr or done.stdout)[-2000:]}")
         return [{(name, phase): stats for name, phase, stats in one} for one in json.loads(result.read_text())]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,18 @@ from rich.table import Table
 
 WIDTH = 120
 """Of tables in files and pipes."""
+
+
+def check_writable(out: str | None) -> None:
+    """Before a measurement of minutes: raise the ``OSError`` that ``write_json`` would end it with."""
+    if out is None or out == "-":
+        return
+    path = Path(out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), out)
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), out)
 
 
 def write_json(found: dict[str, Any], out: str | None) -> None:

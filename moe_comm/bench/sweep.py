@@ -83,6 +83,7 @@ def small(base: DispatchBench, json_out: str | None = None) -> dict[str, Any]:
     Twice: calls in a row, as one decoding step after the other makes them, and single calls after a barrier of
     another library, which leaves cold caches behind.
     """
+    report.check_writable(json_out)
     base = replace(base, backward=False)
     found: dict[str, Any] = {"benchmark": "small batches"}
     for name, in_a_row in (("in_a_row", IN_A_ROW), ("after_a_barrier", 1)):

@@ -159,4 +159,5 @@ class AllToAllDispatcher(Dispatcher):
             num_dropped=counts.num_dropped,
             label=header.label,
             state=routes,
+            call=header.seq,
         )

@@ -72,6 +72,11 @@ def _combine_fault(rows_RD: Tensor, weights_TK: Tensor, layout: Layout) -> Input
         )
     if tuple(weights_TK.shape) != (layout.num_tokens, layout.top_k):
         return InputError(f"combine needs weights [{layout.num_tokens}, {layout.top_k}]; got {tuple(weights_TK.shape)}")
+    if rows_RD.device != layout.device or weights_TK.device != layout.device:
+        return InputError(
+            f"combine needs rows and weights on {layout.device}, where dispatch was called; "
+            f"got rows on {rows_RD.device} and weights on {weights_TK.device}"
+        )
     return None
 
 

@@ -11,9 +11,11 @@ A backend provides three primitives without autograd; ``dispatch/autograd.py`` j
 
 from __future__ import annotations
 
+import math
+import weakref
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -44,8 +46,8 @@ class DispatchOptions:
     checked: bool = True
 
     def __post_init__(self) -> None:
-        if not self.timeout_s > 0:
-            raise ConfigError(f"timeout_s must be positive seconds; got {self.timeout_s}")
+        if not 0 < self.timeout_s < math.inf:
+            raise ConfigError(f"timeout_s must be a positive, finite number of seconds; got {self.timeout_s}")
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Layout:
     rows_per_expert: rows of each local expert, in order of expert id; they stand one after another in rows_RD.
     num_dropped: slots of this rank's tokens with id -1.
     state: private to the backend that made the layout.
+    call: number of the dispatch call, by which ranks notice that they combine different ones.
     """
 
     num_tokens: int
@@ -67,6 +70,7 @@ class Layout:
     num_dropped: int
     label: str
     state: Any = field(repr=False)
+    call: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,17 @@ class Dispatched:
 
     rows_RD: Tensor
     layout: Layout
+
+
+_made: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def _next_ordinal(group: ProcessGroup | None) -> int:
+    """How many dispatchers ``group`` had before: ranks make them in the same order, so it names one on all of them."""
+    if group is None:
+        return 0
+    _made[group] = _made.get(group, -1) + 1
+    return _made[group]
 
 
 class Dispatcher(ABC):
@@ -95,6 +110,7 @@ class Dispatcher(ABC):
         self.world = placement.world
         self.options = options or DispatchOptions()
         self._seq = 0
+        self._ordinal = _next_ordinal(group)
 
     @property
     def num_experts(self) -> int:
@@ -147,13 +163,35 @@ class Dispatcher(ABC):
     def close(self) -> None:  # noqa: B027 - most backends hold nothing beyond their group
         """Give back what this dispatcher holds. Collective; calling it twice is allowed."""
 
+    def refuse(self, fault: MoeCommError, x: Tensor, *, label: str = "") -> NoReturn:
+        """Meet the other ranks' dispatch with an error of this rank's own, found before it could call: all raise it.
+
+        Args:
+            x: any tensor of the dtype and on the device of the rows that would have been sent.
+        """
+        self._seq += 1
+        header = Header(
+            "dispatch", self._seq, 0, x.dtype, 1, self.num_experts, False, label, fault, ordinal=self._ordinal
+        )
+        self._send(x.new_empty(0, 0), x.new_empty(0, 1, dtype=torch.int64), header)
+        raise fault
+
     # --- for autograd.py and the backends ---
 
     def header(self, op: str, layout: Layout, requires_grad: bool) -> Header:
         """The next handshake for ``op`` on rows laid out by ``layout``."""
         self._seq += 1
         return Header(
-            op, self._seq, layout.hidden, layout.dtype, layout.top_k, self.num_experts, requires_grad, layout.label
+            op,
+            self._seq,
+            layout.hidden,
+            layout.dtype,
+            layout.top_k,
+            self.num_experts,
+            requires_grad,
+            layout.label,
+            of_call=layout.call,
+            ordinal=self._ordinal,
         )
 
     def dispatch_header(self, x_TD: Tensor, ids_TK: Tensor, label: str) -> Header:
@@ -170,6 +208,7 @@ class Dispatcher(ABC):
             torch.is_grad_enabled() and x_TD.requires_grad,
             label,
             fault,
+            ordinal=self._ordinal,
         )
 
     def _fault(self, x_TD: Tensor, ids_TK: Tensor) -> MoeCommError | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,7 @@ FAULTS: tuple[type[errors.MoeCommError], ...] = (
     errors.HeapError,
 )
 
-COMPARED = ("operation", "call number", "hidden size", "dtype", "top-k", "experts", "requires_grad", "layer")
+COMPARED = ("operation", "call number", "hidden size", "dtype", "top-k", "experts", "requires_grad", "layer or rows")
 NUM_COMPARED = len(COMPARED)
 FAULT_SLOT = NUM_COMPARED
 TEXT_START = FAULT_SLOT + 1
@@ -38,7 +39,12 @@ Words = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Header:
-    """What one rank is about to do. ``fault`` is an error in its own input, found before data moves."""
+    """What one rank is about to do.
+
+    fault: an error in its own input, found before data moves.
+    of_call: call number of the dispatch whose rows these are; 0 for a dispatch itself.
+    ordinal: which of the group's dispatchers.
+    """
 
     op: str
     seq: int
@@ -49,6 +55,8 @@ class Header:
     requires_grad: bool
     label: str = ""
     fault: errors.MoeCommError | None = None
+    of_call: int = 0
+    ordinal: int = 0
 
     def pack(self) -> Words:
         """The header as ``WORDS`` int64."""
@@ -61,7 +69,7 @@ class Header:
             self.top_k,
             self.num_experts,
             int(self.requires_grad),
-            zlib.crc32(self.label.encode()),
+            origin_word(self.label, self.ordinal, self.of_call),
         )
         text = self.label
         if self.fault is not None:
@@ -71,6 +79,16 @@ class Header:
         raw = text.encode()[: TEXT_WORDS * 8]
         words[TEXT_START:].view(np.uint8)[: len(raw)] = np.frombuffer(raw, np.uint8)
         return words
+
+
+@lru_cache(maxsize=4096)
+def _origin_hash(label: str, ordinal: int) -> int:
+    return zlib.crc32(f"{ordinal} {label}".encode())
+
+
+def origin_word(label: str, ordinal: int, of_call: int) -> int:
+    """Layer, dispatcher and dispatch in one word: what is in flight is taken up in the same order on every rank."""
+    return _origin_hash(label, ordinal) | (of_call & 0x7FFFFFFF) << 32
 
 
 def _text(words: Words) -> str:
@@ -86,7 +104,7 @@ def _show(field: int, words: Words) -> str:
     if field == 6:
         return str(bool(value))
     if field == 7:
-        return repr(_text(words))
+        return repr(_text(words)) + (f" (rows of call {value >> 32})" if value >> 32 else "")
     return str(value)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,17 +9,12 @@ import torch
 from torch import Tensor
 
 from moe_comm.dispatch.base import Layout
-from moe_comm.dispatch.header import DTYPES, FAULTS, OPS, Header, check
+from moe_comm.dispatch.header import DTYPES, FAULTS, OPS, Header, check, origin_word
 from moe_comm.errors import RoutingError
 from moe_comm.runtime.shared import DTYPE_CODES, block, native, warm
 
 if TYPE_CHECKING:
     from moe_comm import _C
-
-
-@lru_cache(maxsize=4096)
-def _label_hash(label: str) -> int:
-    return zlib.crc32(label.encode())
 
 
 def compared(header: Header) -> tuple[int, ...]:
@@ -34,7 +27,7 @@ def compared(header: Header) -> tuple[int, ...]:
         header.top_k,
         header.num_experts,
         int(header.requires_grad),
-        _label_hash(header.label),
+        origin_word(header.label, header.ordinal, header.of_call),
     )
 
 
@@ -100,6 +93,7 @@ class NativeRows:
             num_dropped=native_layout.dropped,
             label=header.label,
             state=native_layout,
+            call=header.seq,
         )
         return rows_RD, layout
 

@@ -50,7 +50,7 @@ class Process:
         return self.host, self.pid, self.started
 
     def fate(self, here: int) -> str:
-        """ "What became of it as seen from host ``here``: "ended", "stopped", "alive", or "on another host"."""
+        """What became of it as seen from host ``here``: ended, stopped, alive, or on another host."""
         if self.host != here:
             return "on another host"
         if not Path("/proc/self/stat").exists():

@@ -14,7 +14,7 @@ from moe_comm.dispatch.base import Dispatcher, DispatchOptions, Layout
 from moe_comm.dispatch.header import Header
 from moe_comm.dispatch.native import NativeRows, supported
 from moe_comm.errors import InputError, MoeCommError, RoutingError
-from moe_comm.runtime.shared import SharedGroup, SharedOptions
+from moe_comm.runtime.shared import DTYPE_CODES, SharedGroup, SharedOptions
 from moe_comm.topology import ExpertPlacement
 
 
@@ -40,7 +40,9 @@ class SharedMemoryDispatcher(Dispatcher):
         self.shared.communicator.set_step(step)
 
     def empty_rows(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A block of this rank's heap, which peers read in place."""
+        """A block of this rank's heap, which peers read in place; for rows it does not move, what torch gives."""
+        if device.type != "cpu" or dtype not in DTYPE_CODES:
+            return super().empty_rows(num_rows, width, dtype, device)
         return self._rows.empty_rows(num_rows, width, dtype)
 
     def _fault(self, x_TD: Tensor, ids_TK: Tensor) -> MoeCommError | None:

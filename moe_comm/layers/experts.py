@@ -57,7 +57,7 @@ class Experts(nn.Module):
         self.w2 = parameter(ffn, hidden) if transposed else parameter(hidden, ffn)
         self.b13 = parameter(width_h) if bias else None
         self.b2 = parameter(hidden) if bias else None
-        self.reset_parameters(int(torch.randint(2**31, ()).item()))
+        self.reset_parameters(int(torch.randint(2**31, (), device="cpu").item()))
 
     @torch.no_grad()
     def reset_parameters(self, seed: int, first_expert: int = 0, std: float = 0.02) -> None:
@@ -66,11 +66,12 @@ class Experts(nn.Module):
         Args:
             first_expert: global id of this rank's first expert.
         """
-        generator = torch.Generator()
+        generator = torch.Generator("cpu")
         for e in range(self.num_experts):
             generator.manual_seed((seed * 1_000_003 + first_expert + e) % 2**63)
             for weight in (self.w13, self.w2):
-                drawn = torch.empty(weight.shape[1:]).normal_(std=std, generator=generator)
+                drawn = torch.empty(weight.shape[1:], dtype=torch.float32, device="cpu")
+                drawn.normal_(std=std, generator=generator)
                 weight[e].copy_(drawn)
         for bias in (self.b13, self.b2):
             if bias is not None:

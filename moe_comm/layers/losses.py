@@ -9,6 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_comm.dispatch import DispatchOptions
+from moe_comm.dispatch.channel import Channel
+
 
 class _AttachLoss(torch.autograd.Function):
     @staticmethod
@@ -46,10 +49,16 @@ def expert_counts(ids_TK: Tensor, num_experts: int) -> Tensor:
 def global_counts(
     counts_E: Tensor, num_tokens: int, num_sequences: int, group: ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``counts_E``, tokens and sequences summed over ``group`` (None: as they are). Collective, one message."""
+    """``counts_E``, tokens and sequences summed over ``group`` (None: as they are). Collective, one message.
+
+    Raises:
+        PeerDied, PeerTimeout: a rank is gone, or did not call within ``DispatchOptions``' default deadline.
+    """
     every = torch.cat([counts_E, counts_E.new_tensor([num_tokens, num_sequences])])
-    if group is not None:
-        dist.all_reduce(every, group=group)
+    if group is not None and dist.get_world_size(group) > 1:
+        # Not a bare all_reduce: that waits for half an hour, and its errors name no rank.
+        channel = Channel(group, dist.get_rank(group), dist.get_world_size(group), DispatchOptions().timeout_s)
+        every = channel.all_gather(every, "the router's count of tokens per expert").sum(0)
     return every[:-2], every[-2], every[-1]
 
 

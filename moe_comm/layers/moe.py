@@ -208,7 +208,8 @@ class MoELayer(nn.Module):
 
     def reset_parameters(self, seed: int, std: float = 0.02) -> None:
         """Fresh weights that depend on ``seed`` alone, not on how the experts are spread."""
-        generator = torch.Generator(device=self.router.weight.device).manual_seed(seed)
+        device = self.router.weight.device
+        generator = torch.Generator("cpu" if device.type == "meta" else device).manual_seed(seed)
         self.router.reset_parameters(std, generator)
         if self.shared is not None:
             self.shared.reset_parameters(std, generator)
@@ -246,7 +247,8 @@ class MoELayer(nn.Module):
             PeerDied, PeerTimeout: a rank is gone, or did not call in time.
         """
         if x.shape[-1] != self.router.hidden:
-            raise InputError(f"this layer's hidden size is {self.router.hidden}; got x {tuple(x.shape)}")
+            fault = InputError(f"this layer's hidden size is {self.router.hidden}; got x {tuple(x.shape)}")
+            self.dispatcher.refuse(fault, x, label=self.label)
         x_TD = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         if routing is None:
             routing = self.router(x_TD, x.shape[0] if x.dim() == 3 else 1)
@@ -276,7 +278,7 @@ class MoELayer(nn.Module):
 
 def _same_seed(group: ProcessGroup | None) -> int:
     """A seed from this process's generator; that of the group's first rank. Collective."""
-    seed = torch.randint(2**31, ())
+    seed = torch.randint(2**31, (), device="cpu")
     if group is not None and dist.get_world_size(group) > 1:
         kinds = {device.type for device in group._device_types}
         seed = seed if "cpu" in kinds else seed.cuda()

@@ -138,15 +138,17 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden, dtype=dtype, device=device))
         bias = torch.zeros(config.num_experts, dtype=dtype, device=device) if config.linear_bias else None
         self.bias = None if bias is None else nn.Parameter(bias)
-        correction = torch.zeros(config.num_experts, device=device) if config.correction_bias else None
-        self.register_buffer("correction_bias", correction)
+        # Not the default dtype: models are often built with that set to bf16, whose steps are larger than an update.
+        correction = torch.zeros(config.num_experts, dtype=torch.float32, device=device)
+        self.register_buffer("correction_bias", correction if config.correction_bias else None)
         load = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
         self.register_buffer("load_E", load, persistent=False)
         self.losses: dict[str, Tensor] = {}
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """Normal weights, zero biases."""
+        """Normal weights, zero biases, nothing counted."""
+        self.load_E.zero_()
         nn.init.normal_(self.weight, std=std, generator=generator)
         for zero in (self.bias, self.correction_bias):
             if zero is not None:
@@ -233,7 +235,9 @@ class Router(nn.Module):
         counts_E, all_tokens, all_sequences = global_counts(own_E, tokens, num_sequences if tokens else 0, self.group)
         aux = logits_TE.new_zeros(())
         if c.balance_loss:
-            probs_TE = scores_TE / scores_TE.sum(-1, keepdim=True) if c.score == "sigmoid" else scores_TE
+            probs_TE = scores_TE
+            if c.score == "sigmoid":  # all scores of a token may underflow to 0
+                probs_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
             if c.balance_form == "sequence":
                 balance = sequence_balance_loss(probs_TE, ids_TK, num_sequences, all_sequences)
             else:

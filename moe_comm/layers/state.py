@@ -39,13 +39,19 @@ def gather_experts(local: Tensor, layer: MoELayer) -> Tensor:
     return full
 
 
+def state_key(*path: str) -> str:
+    """The key in a state dict of what stands at ``path`` in ``named_modules``; checkpointing wrappers leave it out."""
+    names = ".".join(path).split(".")
+    return ".".join(name for name in names if name and name != "_checkpoint_wrapped_module")
+
+
 def _owners(module: nn.Module) -> dict[str, MoELayer]:
     """The layer of each expert weight, by its key in the module's state dict."""
     owners = {}
-    for prefix, child in module.named_modules():
+    for prefix, child in module.named_modules(remove_duplicate=False):
         if isinstance(child, MoELayer):
             for name in child.experts.state_dict():
-                owners[".".join(part for part in (prefix, "experts", name) if part)] = child
+                owners[state_key(prefix, "experts", name)] = child
     return owners
 
 

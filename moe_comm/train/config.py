@@ -160,7 +160,11 @@ def dump(config: TrainConfig) -> str:
     """``config`` as TOML, every setting written out; ``load`` gives it back unchanged. None is left out."""
     lines: list[str] = []
     for name, section in config.model_dump(mode="json", exclude_none=True).items():
-        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in section.items()), ""]
+        lines += [
+            f"[{name}]",
+            *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in section.items()),
+            "",
+        ]
     return "\n".join(lines)
 
 

@@ -47,6 +47,8 @@ class RunFolder:
                 answer = f"+{path}"
             except OSError as error:
                 answer = f"run.folder: cannot write to {config.run.folder!r}: {error.strerror or error}"
+            except MoeCommError as error:
+                answer = str(error)
         answer = ranks.text_from_first(answer)
         if not answer.startswith("+"):
             raise ConfigError(answer)

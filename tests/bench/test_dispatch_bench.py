@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm.bench import dispatch, mpi_ranks, sweep
+from moe_comm.bench import dispatch, mpi_ranks, report, sweep
 from moe_comm.bench.case import (
     WrongAnswer,
     error_of,
@@ -168,3 +168,11 @@ def test_bad_settings_are_named(change: dict[str, Any], named: str) -> None:
 def test_a_sweep_must_increase() -> None:
     with pytest.raises(ConfigError, match="increase"):
         sweep.Sweep(TINY, "tokens", (8, 4))
+
+
+def test_a_result_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    report.check_writable(None)
+    report.check_writable("-")
+    report.check_writable(str(tmp_path / "new" / "out.json"))
+    with pytest.raises(IsADirectoryError, match="directory"):
+        report.check_writable(str(tmp_path))

@@ -182,14 +182,16 @@ def test_bad_input_on_one_rank_is_the_same_error_on_every_rank(
                 assert f"rank {world - 1}" in message
 
 
-@pytest.mark.parametrize("job", [workers.order_of_calls, workers.bad_combine])
+@pytest.mark.parametrize(
+    "job", [workers.order_of_calls, workers.order_of_combines, workers.bad_combine, workers.combine_elsewhere]
+)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rank_that_does_something_else_is_an_error_on_every_rank(  # type: ignore[no-untyped-def]
     backend: str, world: int, job, pools: dict[int, RankPool], device: str
 ) -> None:
     usable(backend, device)
-    kind = "RankMismatch" if job is workers.order_of_calls else "InputError"
+    kind = "RankMismatch" if job in (workers.order_of_calls, workers.order_of_combines) else "InputError"
     for (raised, message), works_on in pools[world].run(job, Job(backend, device)):
         assert raised == kind, message
         assert works_on

@@ -189,6 +189,32 @@ def test_the_core_packs_headers_as_python_does(label: str, fault: MoeCommError |
         assert len(np.frombuffer(packed, np.int64)) == WORDS and len(compared(header)) == NUM_COMPARED
 
 
+def mixed_up(rank: int, world: int, _: None) -> list[str]:
+    """Two dispatchers alike on one group: a layout given to the other one, then each rank calls another one."""
+    one = made(rank, world)
+    two = SharedMemoryDispatcher(one.placement, one.group, rank, one.options)
+    x_TD, ids_TK = torch.ones(3, 8), torch.zeros(3, 2, dtype=torch.int64)
+    sent = one.dispatch(x_TD, ids_TK)
+    two.dispatch(x_TD, ids_TK)
+    told = []
+    for call in (
+        lambda: two.combine(sent.rows_RD, torch.ones(3, 2), sent.layout),
+        lambda: (two if rank else one).dispatch(x_TD, ids_TK),
+    ):
+        try:
+            call()
+            told.append("nothing")
+        except MoeCommError as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def test_dispatchers_of_one_group_are_told_apart(pool2: RankPool) -> None:
+    for foreign, crossed in pool2.run(mixed_up):
+        assert foreign.startswith("InputError") and "made by another dispatcher" in foreign
+        assert crossed.startswith("RankMismatch")
+
+
 def test_hidden_and_tokens_may_be_zero() -> None:
     d = NativeLocalDispatcher(ExpertPlacement.balanced(EXPERTS, 1))
     for tokens, hidden in ((0, 8), (5, 0), (0, 0)):

@@ -318,6 +318,25 @@ def order_of_calls(rank: int, world: int, job: Job) -> tuple[Told, bool]:
     return told, torch.equal(rows, _dispatch_with(dispatcher, job)[0])
 
 
+def order_of_combines(rank: int, world: int, job: Job) -> tuple[Told, bool]:
+    """Two dispatches alike are in flight; the last rank combines the second where the others combine the first."""
+    dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
+    sent = [_dispatch_with(dispatcher, job) for _ in range(2)]
+    rows, layout = sent[rank == world - 1]
+    weights = torch.ones(6, 2, device=job.device)
+    told = caught(lambda: dispatcher.combine(rows, weights, layout))
+    return told, torch.equal(rows, _dispatch_with(dispatcher, job)[0])
+
+
+def combine_elsewhere(rank: int, world: int, job: Job) -> tuple[Told, bool]:
+    """The last rank gives combine weights on another device."""
+    dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
+    rows, layout = _dispatch_with(dispatcher, job)
+    weights = torch.ones(6, 2, device="meta" if rank == world - 1 else job.device)
+    told = caught(lambda: dispatcher.combine(rows, weights, layout))
+    return told, torch.equal(rows, _dispatch_with(dispatcher, job)[0])
+
+
 def bad_combine(rank: int, world: int, job: Job) -> tuple[Told, bool]:
     """The last rank gives combine rows of another width."""
     dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 from moe_comm.dispatch import make_dispatcher
@@ -25,6 +26,7 @@ from moe_comm.layers import (
     load_full_state_dict,
     single_rank_copy,
 )
+from moe_comm.layers.state import _owners
 from tests.layers.reference import draw, loop_over_experts, silu_glu
 
 SMALL = MoEConfig(16, 12, RouterConfig(6, 2), shared_ffn=8, shared_gate=True)
@@ -235,6 +237,23 @@ def test_building_draws_the_seed_from_torchs_generator() -> None:
     torch.manual_seed(5)
     two = MoELayer.build(SMALL)
     assert torch.equal(one.experts.w13, two.experts.w13) and torch.equal(one.router.weight, two.router.weight)
+
+
+def test_a_layer_can_be_built_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        layer = MoELayer.build(SMALL)
+    assert all(parameter.device.type == "meta" for parameter in layer.parameters())
+    filled = layer.to_empty(device="cpu")
+    filled.reset_parameters(3)
+    assert not filled.router.take_load().any()
+    assert torch.equal(filled(draw(5, 16)), MoELayer.build(SMALL, seed=3)(draw(5, 16)))
+
+
+def test_state_keys_leave_out_checkpointing_wrappers_and_know_shared_layers() -> None:
+    layer = MoELayer.build(SMALL, seed=0)
+    model = nn.ModuleList([checkpoint_wrapper(layer), layer])
+    weights = {"0.experts.w13", "0.experts.w2", "1.experts.w13", "1.experts.w2"}
+    assert set(_owners(model)) == weights and weights <= set(model.state_dict())
 
 
 def test_a_deep_copy_has_its_own_weights_and_the_same_dispatcher() -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_comm.errors import ConfigError, RoutingError
+from moe_comm.errors import ConfigError, InputError, RoutingError
 from moe_comm.layers import (
     CheckGradsConfig,
     MoEConfig,
@@ -156,6 +156,18 @@ def test_one_batch_spread_over_two_ranks_gives_the_bits_of_one(pool2: RankPool, 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nan_on_one_rank_raises_on_all(pool2: RankPool, backend: str) -> None:
     assert all("token 3" in text for text in pool2.run(raise_on_nan, backend, timeout=60))
+
+
+def wrong_width(rank: int, world: int, _: None) -> tuple[str, bool]:
+    layer = MoELayer.build(MoEConfig(hidden=8, ffn=8, router=RouterConfig(num_experts=4, top_k=2)), dist.group.WORLD)
+    with pytest.raises(InputError) as caught:
+        layer(torch.ones(3, 9 if rank == 1 else 8))
+    return str(caught.value), bool(layer(torch.ones(3, 8)).isfinite().all())
+
+
+def test_a_wrong_width_on_one_rank_raises_on_all_and_the_layer_goes_on(pool2: RankPool) -> None:
+    for text, works_on in pool2.run(wrong_width, timeout=60):
+        assert "this layer's hidden size is 8" in text and works_on
 
 
 def test_one_rank_is_checked_against_float64() -> None:

@@ -268,3 +268,24 @@ def test_zero_tokens_route_to_nothing() -> None:
     assert got.ids_TK.shape == got.weights_TK.shape == (0, 2) and got.aux_loss == 0
     got.aux_loss.backward()
     assert router.weight.grad is not None and not router.weight.grad.any()
+
+
+def test_the_correction_bias_is_fp32_in_a_model_built_with_another_default_dtype() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        router = Router(8, RouterConfig(4, 2, score="sigmoid", correction_bias=True))
+    finally:
+        torch.set_default_dtype(before)
+    assert router.weight.dtype == torch.bfloat16
+    assert router.correction_bias is not None and router.correction_bias.dtype == torch.float32
+
+
+@pytest.mark.parametrize("form", ["batch", "sequence"])
+def test_balance_loss_is_finite_where_every_sigmoid_underflows(form: str) -> None:
+    router = Router(4, RouterConfig(4, 2, score="sigmoid", balance_loss=0.1, balance_form=form))  # type: ignore[arg-type]
+    router.weight.data.fill_(-100.0)
+    loss = router(torch.ones(3, 4)).aux_loss
+    assert loss is not None and loss.isfinite()
+    loss.backward()
+    assert router.weight.grad is not None and router.weight.grad.isfinite().all()

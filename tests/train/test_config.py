@@ -19,9 +19,18 @@ def test_the_example_loads() -> None:
 
 
 def test_a_dumped_configuration_loads_back_unchanged(tmp_path: Path) -> None:
-    config = load(None, ["run.time_limit_s=12.5", "parallel.ep=1", 'data.source=a "quoted" path\\n', "run.seed=7"])
+    config = load(
+        None,
+        [
+            "run.time_limit_s=12.5",
+            "parallel.ep=1",
+            'data.source=a "quoted" path\\n',
+            "run.seed=7",
+            "run.folder=läufe/\N{GRINNING FACE}",
+        ],
+    )
     path = tmp_path / "config.toml"
-    path.write_text(dump(config))
+    path.write_text(dump(config), encoding="utf-8")
     assert load(path) == config
 
 

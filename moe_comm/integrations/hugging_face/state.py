@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moe_comm.dispatch import Dispatcher
 from moe_comm.errors import ConfigError, UnsupportedModel
 from moe_comm.integrations.hugging_face.swap import EPExperts, swapped_experts
+from moe_comm.layers.state import state_key
 
 
 def gather_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tensor]:
@@ -29,7 +30,7 @@ def gather_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str
         ConfigError: ``model`` is not swapped.
     """
     experts = _swapped(model)
-    owner = {f"{name}.{key}": module for name, module in experts.items() for key in module.layout.parameters}
+    owner = {state_key(name, key): module for name, module in experts.items() for key in module.layout.parameters}
     here = not rank0_only or next(iter(experts.values())).dispatcher.rank == 0
     full: dict[str, Tensor] = {}
     for key, value in model.state_dict().items():
