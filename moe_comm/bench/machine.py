@@ -22,7 +22,7 @@ def facts(device: str) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "isa": _isa(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "versions": _versions(),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -1,0 +1,112 @@
+"""Write the measured tables of README.md from a folder of results, so that no number is typed by hand.
+
+    python benchmarks/fill_readme.py benchmarks/results/cpu-amd-epyc-avx2
+
+The folder holds dispatch-2-ranks.json, dispatch-4-ranks.json, small.json, layer-comm.json and layer-compute.json, as
+``moe-comm bench`` writes them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def load(folder: Path, name: str) -> dict[str, Any]:
+    """One result."""
+    found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
+    return found
+
+
+def where(found: dict[str, Any], folder: Path) -> str:
+    """Machine and source, under every table."""
+    machine = found["machine"]
+    torch = machine["versions"]["torch"]
+    return f"{machine['cpu']}, {machine['cores']} cores, {machine['isa']}, torch {torch}; `{folder}`"
+
+
+def dispatch_block(folder: Path) -> str:
+    """Ours, the bare copies and the peers, in milliseconds."""
+    results = [load(folder, f"dispatch-{ranks}-ranks") for ranks in (2, 4)]
+    lines = ["| ms | " + " | ".join(f"dispatch, {r} ranks | combine, {r} ranks" for r in (2, 4)) + " |"]
+    lines += ["|---|" + "---:|" * 4]
+
+    def row(name: str, cells: list[tuple[float, float]], against: bool = False) -> str:
+        shown = []
+        for (dispatch, combine), found in zip(cells, results, strict=True):
+            for phase, value in (("dispatch", dispatch), ("combine", combine)):
+                faster = f" ({value / found[f'{phase}_ms']:.0f}x)" if against else ""
+                shown.append(f"{value:.3g}{faster}")
+        return f"| {name} | " + " | ".join(shown) + " |"
+
+    lines.append(row("**moe_comm**", [(r["dispatch_ms"], r["combine_ms"]) for r in results]))
+    lines.append(row("bare copy of the same bytes", [(r["dispatch_limit_ms"], r["combine_limit_ms"]) for r in results]))
+    for name, text in (
+        ("torch_gloo", "torch permute + gloo `all_to_all_single`"),
+        ("torch_gloo_tuned", "the same, buffers kept and passes fused"),
+        ("torch_mpich", "torch permute + MPICH `Alltoallv`"),
+        ("torch_mpich_tuned", "the same, buffers kept and passes fused"),
+    ):
+        if all(name in r["peers"] for r in results):
+            peers = [r["peers"][name] for r in results]
+            lines.append(row(text, [(p["dispatch_ms"], p["combine_ms"]) for p in peers], against=True))
+    s = results[0]["settings"]
+    ratios = " and ".join(f"{r['limit_ratio']:.2f}" for r in results)
+    small = load(folder, "small")
+    overheads = {
+        way: [max(one[phase] for one in small[way]["overhead_us"].values()) for phase in ("dispatch", "combine")]
+        for way in ("in_a_row", "after_a_barrier")
+    }
+    lines += [
+        "",
+        f"{s['tokens']} tokens a rank, D {s['hidden']}, E {s['experts']}, K {s['top_k']}, {s['dtype']}; in brackets, "
+        f"how many times slower than ours. Ours takes {ratios} times the bare copies at 2 and 4 ranks. Batches of 1 "
+        f"to 64 tokens, 2 ranks: at most {overheads['in_a_row'][0]:.0f} µs (dispatch) and "
+        f"{overheads['in_a_row'][1]:.0f} µs (combine) above the bare copy when called in a row, "
+        f"{overheads['after_a_barrier'][0]:.0f} and {overheads['after_a_barrier'][1]:.0f} µs as single calls with "
+        f"cold caches. {where(results[0], folder)}.",
+    ]
+    return "\n".join(lines)
+
+
+def layer_block(folder: Path) -> str:
+    """Whole layers: ours and Hugging Face's, at one and at two ranks."""
+    lines = [
+        "| shape | layer | EP | forward + backward, ms | GFLOP/s a rank | of GEMM rate | peak MiB | ours is faster |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for preset in ("comm", "compute"):
+        found = load(folder, f"layer-{preset}")
+        s = found["settings"]
+        shape = f"D {s['hidden']}, F {s['ffn']}, E {s['experts']}, K {s['top_k']}"
+        for name, one in found["contestants"].items():
+            peak = one.get("peak_memory_mib")
+            speedup = one.get("speedup")
+            lines.append(
+                f"| {shape} | {name} | {one['ep']} | {one['total_ms']:,.0f} | {one['gflops']:.1f} | "
+                f"{one['gemm_fraction']:.0%} | {f'{peak:,.0f}' if peak else '-'} | "
+                f"{f'{speedup:.2f}x' if speedup else ''} |"
+            )
+    lines += ["", f"fp32, 4096 tokens a rank, one thread a rank, two ranks at once. {where(found, folder)}."]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Replace what stands between the marks."""
+    folder = Path(sys.argv[1])
+    text = README.read_text()
+    for name, block in (("dispatch", dispatch_block(folder)), ("layer", layer_block(folder))):
+        pattern = rf"(<!-- measured:{name} -->\n).*?(<!-- /measured -->)"
+        text, count = re.subn(pattern, lambda m, block=block: f"{m[1]}{block}\n{m[2]}", text, count=1, flags=re.DOTALL)
+        if not count:
+            raise SystemExit(f"README.md has no block measured:{name}")
+    README.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
