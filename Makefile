@@ -17,12 +17,13 @@ PINS := build/constraints.txt
 TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} ONEDNN_MAX_CPU_ISA=$${ONEDNN_MAX_CPU_ISA:-AVX512_CORE_BF16}
 CPP_FILES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help install build train test lint format sanitize bench clean
+.PHONY: help install build train test lint format sanitize neon bench clean
 help:
 	@echo "make train     install, build, and train a small MoE model on real text (CONFIG=$(CONFIG))"
 	@echo "make test      all tests (TEST_ARGS='-m \"not slow\"' for fewer)"
 	@echo "make lint      ruff, mypy, clang-format, import-linter        make format   fix what they can fix"
 	@echo "make sanitize  the native core's tests under ASan, UBSan, TSan"
+	@echo "make neon      the same tests for aarch64, under qemu (Debian: g++-aarch64-linux-gnu qemu-user)"
 	@echo "make bench     dispatch and layer benchmarks                  make build    only the native core"
 
 $(BIN)/python:
@@ -75,6 +76,13 @@ sanitize: $(STAMP)
 	  ASAN_OPTIONS=detect_leaks=1 UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1 \
 	    $$fixed build/sanitize-$$kind/moe_comm_tests; \
 	done
+
+ARM_CXX ?= aarch64-linux-gnu-g++
+ARM_SOURCES = $(filter-out %isa_avx2.cpp %isa_avx512.cpp,$(wildcard csrc/cpu/*.cpp)) $(wildcard csrc/tests/*.cpp)
+neon:
+	@mkdir -p build
+	$(ARM_CXX) -std=c++17 -O2 -Wall -Wextra -Werror -ffp-contract=off -Icsrc -static $(ARM_SOURCES) -o build/neon-tests -lpthread -lrt
+	qemu-aarch64 build/neon-tests
 
 bench: build
 	$(BIN)/moe-comm bench dispatch
