@@ -58,10 +58,9 @@ class Header:
     of_call: int = 0
     ordinal: int = 0
 
-    def pack(self) -> Words:
-        """The header as ``WORDS`` int64."""
-        words = np.zeros(WORDS, np.int64)
-        words[:NUM_COMPARED] = (
+    def compared(self) -> tuple[int, ...]:
+        """The words in which ranks must agree, in the order of ``COMPARED``."""
+        return (
             OPS.index(self.op),
             self.seq,
             self.hidden,
@@ -71,6 +70,11 @@ class Header:
             int(self.requires_grad),
             origin_word(self.label, self.ordinal, self.of_call),
         )
+
+    def pack(self) -> Words:
+        """The header as ``WORDS`` int64."""
+        words = np.zeros(WORDS, np.int64)
+        words[:NUM_COMPARED] = self.compared()
         text = self.label
         if self.fault is not None:
             kinds = [i for i, kind in enumerate(FAULTS) if type(self.fault) is kind]

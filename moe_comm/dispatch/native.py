@@ -9,26 +9,12 @@ import torch
 from torch import Tensor
 
 from moe_comm.dispatch.base import Layout
-from moe_comm.dispatch.header import DTYPES, FAULTS, OPS, Header, check, origin_word
+from moe_comm.dispatch.header import FAULTS, Header, check
 from moe_comm.errors import RoutingError
 from moe_comm.runtime.shared import DTYPE_CODES, block, native, warm
 
 if TYPE_CHECKING:
     from moe_comm import _C
-
-
-def compared(header: Header) -> tuple[int, ...]:
-    """The words of ``Header.pack`` that ranks compare, without packing the rest."""
-    return (
-        OPS.index(header.op),
-        header.seq,
-        header.hidden,
-        DTYPES.index(header.dtype) if header.dtype in DTYPES else -1,
-        header.top_k,
-        header.num_experts,
-        int(header.requires_grad),
-        origin_word(header.label, header.ordinal, header.of_call),
-    )
 
 
 def supported(x: Tensor) -> bool:
@@ -66,7 +52,7 @@ class NativeRows:
             ids_TK = ids_TK.to(torch.int64).contiguous()
         try:
             capsule, native_layout = self._transfer.send(
-                compared(header),
+                header.compared(),
                 header.label,
                 fault,
                 text,
@@ -104,7 +90,7 @@ class NativeRows:
         weights_TK = None if weights_TK is None else weights_TK.contiguous()
         try:
             self._transfer.sum(
-                compared(header),
+                header.compared(),
                 header.label,
                 layout.state,
                 rows_RD.data_ptr(),
@@ -126,7 +112,7 @@ class NativeRows:
         grad_TK = None if rows is None else torch.empty(layout.num_tokens, layout.top_k)
         try:
             capsule = self._transfer.spread(
-                compared(header),
+                header.compared(),
                 header.label,
                 layout.state,
                 grad_TD.data_ptr(),

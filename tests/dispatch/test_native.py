@@ -16,7 +16,6 @@ _C = pytest.importorskip("moe_comm._C", reason="the native core is not built")
 from moe_comm.dispatch.base import Dispatcher, DispatchOptions  # noqa: E402
 from moe_comm.dispatch.header import FAULTS, NUM_COMPARED, OPS, WORDS, Header  # noqa: E402
 from moe_comm.dispatch.local_native import NativeLocalDispatcher  # noqa: E402
-from moe_comm.dispatch.native import compared  # noqa: E402
 from moe_comm.dispatch.shared_memory import SharedMemoryDispatcher  # noqa: E402
 from moe_comm.errors import ConfigError, HeapError, InputError, MoeCommError, RankMismatch, RoutingError  # noqa: E402
 from moe_comm.runtime.shared import SharedOptions, private_heap  # noqa: E402
@@ -184,9 +183,9 @@ def test_the_core_packs_headers_as_python_does(label: str, fault: MoeCommError |
         if fault is not None:
             kind = 1 + (FAULTS.index(type(fault)) if type(fault) in FAULTS else 0)
             text = str(fault)
-        packed = _C.pack_header(compared(header), label, kind, text)
+        packed = _C.pack_header(header.compared(), label, kind, text)
         assert packed == header.pack().tobytes()
-        assert len(np.frombuffer(packed, np.int64)) == WORDS and len(compared(header)) == NUM_COMPARED
+        assert len(np.frombuffer(packed, np.int64)) == WORDS and len(header.compared()) == NUM_COMPARED
 
 
 def mixed_up(rank: int, world: int, _: None) -> list[str]:
