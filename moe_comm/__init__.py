@@ -13,8 +13,24 @@ from moe_comm.runtime import cpu_guard
 
 if TYPE_CHECKING:
     from moe_comm.dispatch import Dispatcher, DispatchOptions, make_dispatcher
-    from moe_comm.integrations.hugging_face import gather_state_dict, save_swapped, swap_moe
-    from moe_comm.layers import Experts, MoEConfig, MoELayer, Router, RouterConfig, check_grads
+    from moe_comm.integrations.hugging_face import (
+        gather_state_dict,
+        save_swapped,
+        swap_attention,
+        swap_linears,
+        swap_moe,
+    )
+    from moe_comm.layers import (
+        Experts,
+        MoEConfig,
+        MoELayer,
+        Router,
+        RouterConfig,
+        Transformer,
+        TransformerConfig,
+        check_grads,
+    )
+    from moe_comm.topology import FoldedMesh, ParallelConfig
 
 _HOME = {
     "Dispatcher": "moe_comm.dispatch",
@@ -28,21 +44,33 @@ _HOME = {
     "check_grads": "moe_comm.layers",
     "gather_state_dict": "moe_comm.integrations.hugging_face",
     "save_swapped": "moe_comm.integrations.hugging_face",
+    "swap_attention": "moe_comm.integrations.hugging_face",
+    "swap_linears": "moe_comm.integrations.hugging_face",
     "swap_moe": "moe_comm.integrations.hugging_face",
+    "Transformer": "moe_comm.layers",
+    "TransformerConfig": "moe_comm.layers",
+    "FoldedMesh": "moe_comm.topology",
+    "ParallelConfig": "moe_comm.topology",
 }
 
 __all__ = [
     "DispatchOptions",
     "Dispatcher",
     "Experts",
+    "FoldedMesh",
     "MoEConfig",
     "MoELayer",
+    "ParallelConfig",
     "Router",
     "RouterConfig",
+    "Transformer",
+    "TransformerConfig",
     "check_grads",
     "gather_state_dict",
     "make_dispatcher",
     "save_swapped",
+    "swap_attention",
+    "swap_linears",
     "swap_moe",
 ]
 

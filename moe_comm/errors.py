@@ -53,3 +53,11 @@ class MissingDependency(MoeCommError, ImportError):
 
 class NonFiniteLoss(MoeCommError, ArithmeticError):
     """The loss or its gradient is NaN or infinite; raised on every rank before the weights change."""
+
+
+class CheckpointError(MoeCommError):
+    """A checkpoint could not be written, or does not hold what is wanted from it; the message names the file."""
+
+
+class CorruptFile(MoeCommError):
+    """A file on disk is truncated, or its bytes do not match their checksum; the message names the file."""

@@ -150,7 +150,7 @@ class RankPool:
             return
         self._generation += 1
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["numpy", "torch", "torch.distributed"])
+        context.set_forkserver_preload(["numpy", "torch", "torch.distributed", "torch.distributed.checkpoint"])
         store = str(self._folder / f"store{self._generation}")
         with _environment(ONE_THREAD):
             for rank in range(self.world):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,12 @@ from torch.autograd.function import once_differentiable
 
 from moe_comm.dispatch.base import Dispatched, Dispatcher, Layout
 from moe_comm.errors import InputError
+from moe_comm.runtime.meter import COMMUNICATION
+
+
+def _moving(dispatcher: Dispatcher) -> AbstractContextManager[None]:
+    """Around what moves rows between ranks; a rank alone moves nothing."""
+    return nullcontext() if dispatcher.group is None else COMMUNICATION
 
 
 class _Dispatch(torch.autograd.Function):
@@ -19,7 +26,8 @@ class _Dispatch(torch.autograd.Function):
         ctx: Any, x_TD: Tensor, ids_TK: Tensor, dispatcher: Dispatcher, label: str, out: list[Layout]
     ) -> Tensor:
         header = out.pop()
-        rows_RD, layout = dispatcher._send(x_TD, ids_TK, header)  # type: ignore[arg-type]
+        with _moving(dispatcher):
+            rows_RD, layout = dispatcher._send(x_TD, ids_TK, header)  # type: ignore[arg-type]
         out.append(layout)
         ctx.dispatcher, ctx.layout = dispatcher, layout
         return rows_RD
@@ -28,7 +36,8 @@ class _Dispatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         header = ctx.dispatcher.header("dispatch backward", ctx.layout, False)
-        return ctx.dispatcher._sum(grad_RD, None, ctx.layout, header), None, None, None, None
+        with _moving(ctx.dispatcher):
+            return ctx.dispatcher._sum(grad_RD, None, ctx.layout, header), None, None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -38,7 +47,8 @@ class _Combine(torch.autograd.Function):
     ) -> Tensor:
         header = dispatcher.header("combine", layout, grad)
         wide_TK = weights_TK.to(torch.promote_types(rows_RD.dtype, torch.float32))
-        y_TD = dispatcher._sum(rows_RD, wide_TK, layout, header)
+        with _moving(dispatcher):
+            y_TD = dispatcher._sum(rows_RD, wide_TK, layout, header)
         # Peers read the saved rows again in backward, in place.
         ctx.save_for_backward(rows_RD, wide_TK)
         ctx.dispatcher, ctx.layout, ctx.weights_dtype = dispatcher, layout, weights_TK.dtype
@@ -50,7 +60,8 @@ class _Combine(torch.autograd.Function):
         rows_RD, weights_TK = ctx.saved_tensors
         header = ctx.dispatcher.header("combine backward", ctx.layout, ctx.needs_input_grad[1])
         rows = rows_RD if ctx.needs_input_grad[1] else None
-        grad_rows_RD, grad_TK = ctx.dispatcher._spread(grad_TD, rows, weights_TK, ctx.layout, header)
+        with _moving(ctx.dispatcher):
+            grad_rows_RD, grad_TK = ctx.dispatcher._spread(grad_TD, rows, weights_TK, ctx.layout, header)
         return grad_rows_RD, None if grad_TK is None else grad_TK.to(ctx.weights_dtype), None, None, None
 
 
@@ -58,7 +69,8 @@ def dispatch(dispatcher: Dispatcher, x_TD: Tensor, ids_TK: Tensor, label: str) -
     """Differentiable dispatch; see ``Dispatcher.dispatch``."""
     header = dispatcher.dispatch_header(x_TD, ids_TK, label)
     if not header.requires_grad:
-        return Dispatched(*dispatcher._send(x_TD.detach(), ids_TK, header))
+        with _moving(dispatcher):
+            return Dispatched(*dispatcher._send(x_TD.detach(), ids_TK, header))
     out: list[Any] = [header]
     rows_RD = _Dispatch.apply(x_TD, ids_TK, dispatcher, label, out)
     return Dispatched(rows_RD, out[0])
@@ -92,5 +104,6 @@ def combine(dispatcher: Dispatcher, rows_RD: Tensor, weights_TK: Tensor, layout:
     grad = torch.is_grad_enabled() and (rows_RD.requires_grad or weights_TK.requires_grad)
     if not grad:
         wide_TK = weights_TK.detach().to(torch.promote_types(rows_RD.dtype, torch.float32))
-        return dispatcher._sum(rows_RD.detach(), wide_TK, layout, dispatcher.header("combine", layout, False))
+        with _moving(dispatcher):
+            return dispatcher._sum(rows_RD.detach(), wide_TK, layout, dispatcher.header("combine", layout, False))
     return _Combine.apply(rows_RD, weights_TK, dispatcher, layout, grad)  # type: ignore[no-any-return]

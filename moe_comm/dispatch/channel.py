@@ -14,10 +14,16 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
-from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    ReduceScatterOptions,
+)
 
 from moe_comm.dispatch.peers import Peers
 from moe_comm.errors import MoeCommError, PeerDied, PeerError, PeerTimeout
+from moe_comm.runtime.meter import COMMUNICATION
 
 SLICE_S = 0.5
 LINGER_S = 10.0
@@ -89,6 +95,42 @@ class Channel:
         self._run(lambda: self._group._reduce_scatter_base(out.view(-1), sent.view(-1), options), sent.device, doing)
         return out.to(parts_WTD.device)
 
+    def all_reduce(self, tensor: Tensor, doing: str) -> Tensor:
+        """Sum over ranks, in the dtype of ``tensor``."""
+        out = tensor.to(self.wire(tensor.device)).contiguous().clone()
+        options = AllreduceOptions()
+        options.timeout = self._backend_timeout()
+        self._run(lambda: self._group.allreduce([out], options), out.device, doing)
+        return out.to(tensor.device)
+
+    def rotate(self, tensor: Tensor, doing: str) -> Callable[[], Tensor]:
+        """Start sending ``tensor`` to the next rank of the ring; the call returned waits for the previous rank's.
+
+        All ranks' tensors are of one shape and dtype, and all start their calls on this group in the same order.
+        """
+        sent = _as_bytes(tensor.to(self.wire(tensor.device)).contiguous())
+        out = torch.empty_like(sent)
+        options = AllToAllOptions()
+        options.timeout = self._backend_timeout()
+        send = [sent.numel() if rank == (self.rank + 1) % self.world else 0 for rank in range(self.world)]
+        receive = [sent.numel() if rank == (self.rank - 1) % self.world else 0 for rank in range(self.world)]
+        started: Work | RuntimeError
+        try:
+            started = self._group.alltoall_base(out, sent, receive, send, options)
+        except RuntimeError as error:
+            started = error
+
+        def underway() -> Work:
+            if isinstance(started, RuntimeError):
+                raise started
+            return started
+
+        def arrived() -> Tensor:
+            self._run(underway, sent.device, doing)
+            return out.view(tensor.dtype).view(tensor.shape).to(tensor.device)
+
+        return arrived
+
     def _backend_timeout(self) -> timedelta:
         # Ours comes first: when the backend's passes it closes its connections, and peers still waiting would
         # take that for a death.
@@ -104,7 +146,8 @@ class Channel:
             if device.type == "cuda":
                 work.wait()  # orders streams; the backend's watchdog holds the deadline
             else:
-                self._wait(work, begun, doing)
+                with COMMUNICATION:
+                    self._wait(work, begun, doing)
         except MoeCommError:
             raise
         except RuntimeError as error:

@@ -28,11 +28,14 @@ class Activation:
 
     fn: [R, G] -> [R, F], row by row.
     gated: G = 2F. Else G = F.
+    interleaved: the two inputs of a gated one stand side by side (gate 0, up 0, gate 1, ...), not in halves; cutting
+        an expert over several ranks must know.
     """
 
     name: str
     fn: Callable[[Tensor], Tensor]
     gated: bool = True
+    interleaved: bool = False
 
     def forward(self, h_RG: Tensor, out_RF: Tensor) -> None:
         """Write the activation of ``h_RG`` into ``out_RF``."""
@@ -80,7 +83,7 @@ def clamped_swiglu(alpha: float = 1.702, limit: float = 7.0) -> Activation:
         up = h_RG[..., 1::2].clamp(min=-limit, max=limit)
         return (up + 1) * (gate * sigmoid(gate * alpha))
 
-    return Activation(f"clamped_swiglu({alpha}, {limit})", fn)
+    return Activation(f"clamped_swiglu({alpha}, {limit})", fn, interleaved=True)
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

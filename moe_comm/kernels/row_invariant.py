@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe_comm.kernels.wanted import wanted_gradients
+
 TILE = 16
 """Rows, inputs and outputs are multiples of this. 8 is enough for the kernels seen; 16 is a vector of AVX-512."""
 
@@ -65,7 +67,7 @@ class _RowInvariantLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, w_ED = ctx.saved_tensors
-        needs_x, needs_w, needs_b = ctx.needs_input_grad
+        needs_x, needs_w, needs_b = wanted_gradients(ctx)
         with torch.autocast(x_TD.device.type, enabled=False):
             return (
                 row_invariant_mm(grad_TE, w_ED) if needs_x else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -27,5 +28,5 @@ def cast_parameter(p: Tensor, x: Tensor) -> Tensor:
 
 
 def without_autocast(x: Tensor) -> Any:
-    """A context in which autocast is off for the device of ``x``."""
-    return torch.autocast(x.device.type, enabled=False)
+    """A context in which autocast is off for the device of ``x``; meta tensors have none."""
+    return nullcontext() if x.device.type == "meta" else torch.autocast(x.device.type, enabled=False)

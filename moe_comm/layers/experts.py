@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_comm.errors import ConfigError
@@ -12,21 +14,44 @@ from moe_comm.kernels.activations import Activation, activation_of
 from moe_comm.layers.autocast import cast_parameter, compute_dtype
 from moe_comm.layers.grouped_mlp import grouped_mlp
 from moe_comm.layers.memory import Alloc, warm_rows
+from moe_comm.topology import ExpertPlacement, Sharding, Split
+
+
+@dataclass(frozen=True)
+class Part:
+    """Part ``index`` of ``of`` equal ones of each expert's width F: what one expert-tensor-parallel rank holds."""
+
+    index: int = 0
+    of: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.of:
+            raise ConfigError(f"part {self.index} of an expert's {self.of} does not exist")
 
 
 class Experts(nn.Module):
     """E experts, each activation(x @ w13.T + b13) @ w2.T + b2, run on rows that stand expert after expert.
 
+    With a ``part`` of each expert, w13, b13 and w2 are cut along F, and the ranks' outputs add up to the experts':
+
+        w13 [gate 0 .. F | up 0 .. F]   part 1 of 2 holds  [gate F/2 .. F | up F/2 .. F]  ─▶ half the activation
+        w2  [D, 0 .. F]                 part 1 of 2 holds  [D, F/2 .. F]                  ─▶ half the sum over F
+
     Args:
         num_experts: E of this rank; zero is allowed.
-        hidden, ffn: D and F.
+        hidden, ffn: D and F, of the whole experts.
         activation: a name in ``ACTIVATIONS`` or an ``Activation``; G = 2F if it is gated, else F.
         bias: have b13 and b2.
         transposed: store w13 as [E, D, G] and w2 as [E, F, D], as gpt-oss does.
         recompute: keep less for backward at the price of one matrix product more there.
+        part: which part of each expert this rank holds.
 
     Attributes:
         w13: [E, G, D], gate rows first, Hugging Face's ``gate_up_proj``. w2: [E, D, F]. b13: [E, G]. b2: [E, D].
+            Of parts, G and F are that much smaller, and b2 is [E, D / parts]: each adds its own columns of it.
+
+    Raises:
+        ConfigError: a size below 1; F, or D where there is a bias, that cannot be cut into so many parts.
     """
 
     def __init__(
@@ -39,48 +64,88 @@ class Experts(nn.Module):
         bias: bool = False,
         transposed: bool = False,
         recompute: bool = False,
+        part: Part = Part(),
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         if num_experts < 0 or hidden < 1 or ffn < 1:
             raise ConfigError(f"experts need hidden and ffn of at least 1; got {num_experts} experts, {hidden}, {ffn}")
-        self.num_experts, self.hidden, self.ffn = num_experts, hidden, ffn
+        if ffn % part.of:
+            raise ConfigError(f"an expert's width ffn = {ffn} must be a multiple of etp = {part.of}, which cuts it")
+        self.num_experts, self.hidden, self.ffn, self.part = num_experts, hidden, ffn, part
         self.activation = activation_of(activation)
         self.transposed, self.recompute = transposed, recompute
-        width_h = 2 * ffn if self.activation.gated else ffn
+        width = ffn // part.of
+        width_h = 2 * width if self.activation.gated else width
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(num_experts, *shape, dtype=dtype, device=device))
 
         self.w13 = parameter(hidden, width_h) if transposed else parameter(width_h, hidden)
-        self.w2 = parameter(ffn, hidden) if transposed else parameter(hidden, ffn)
+        self.w2 = parameter(width, hidden) if transposed else parameter(hidden, width)
         self.b13 = parameter(width_h) if bias else None
-        self.b2 = parameter(hidden) if bias else None
+        if bias and hidden % part.of:
+            raise ConfigError(f"the output bias of hidden = {hidden} must be a multiple of etp = {part.of}, to be cut")
+        self.b2 = parameter(hidden // part.of) if bias else None
         self.reset_parameters(int(torch.randint(2**31, (), device="cpu").item()))
 
     @torch.no_grad()
     def reset_parameters(self, seed: int, first_expert: int = 0, std: float = 0.02) -> None:
         """Normal weights and zero biases; an expert's depend on ``seed`` and its global id only, not on its rank.
 
+        A part of an expert is that part of the whole expert's weights.
+
         Args:
             first_expert: global id of this rank's first expert.
         """
+        if self.w13.device.type == "meta":
+            return  # drawing for tensors without memory would take as long as for real ones
+        if self.w13.device.type == "meta":
+            return  # a model too large for this machine is described, not drawn
         generator = torch.Generator("cpu")
         for e in range(self.num_experts):
             generator.manual_seed((seed * 1_000_003 + first_expert + e) % 2**63)
-            for weight in (self.w13, self.w2):
-                drawn = torch.empty(weight.shape[1:], dtype=torch.float32, device="cpu")
+            for name, weight in (("w13", self.w13), ("w2", self.w2)):
+                whole = self.sharding_of_one(name)
+                drawn = torch.empty(whole.shape, dtype=torch.float32, device="cpu")
                 drawn.normal_(std=std, generator=generator)
-                weight[e].copy_(drawn)
+                weight[e].copy_(whole.take(drawn, {"etp": self.part.index}, {"etp": self.part.of}))
         for bias in (self.b13, self.b2):
             if bias is not None:
                 bias.zero_()
 
+    def sharding_of_one(self, name: str) -> Sharding:
+        """How one expert's w13, w2, b13 or b2 is cut over the etp ranks; its shape is that of the whole expert."""
+        gated = self.activation.gated
+        width_h = 2 * self.ffn if gated else self.ffn
+        # Gate and up are cut each by itself; where they are interleaved, a plain cut leaves the pairs together.
+        segments = 2 if gated and not self.activation.interleaved else 1
+        t = self.transposed
+        shape, dim, segments = {
+            "w13": ((self.hidden, width_h) if t else (width_h, self.hidden), 1 if t else 0, segments),
+            "w2": ((self.ffn, self.hidden) if t else (self.hidden, self.ffn), 0 if t else 1, 1),
+            "b13": ((width_h,), 0, segments),
+            "b2": ((self.hidden,), 0, 1),
+        }[name]
+        return Sharding(shape, (Split(dim, "etp", segments),), expert=True)
+
+    def shardings_over(self, placement: ExpertPlacement) -> dict[str, Sharding]:
+        """How each parameter [E_global, ...] is cut over ep, by ``placement``, and over etp; by parameter name."""
+        counts = placement.experts_per_rank
+        over_ep = Split(0, "ep", sizes=None if len(set(counts)) == 1 else counts)
+        found = {}
+        for name, _ in self.named_parameters():
+            one = self.sharding_of_one(name)
+            inner = (Split(split.dim + 1, split.axis, split.segments) for split in one.splits)
+            found[name] = Sharding((placement.num_experts, *one.shape), (over_ep, *inner), expert=True)
+        return found
+
     def extra_repr(self) -> str:
+        part = f", part {self.part.index} of {self.part.of}" if self.part.of > 1 else ""
         return (
             f"num_experts={self.num_experts}, hidden={self.hidden}, ffn={self.ffn}, "
-            f"activation={self.activation.name}, bias={self.b13 is not None}"
+            f"activation={self.activation.name}, bias={self.b13 is not None}{part}"
         )
 
     def forward(self, rows_RD: Tensor, rows_per_expert: Sequence[int], alloc: Alloc = warm_rows) -> Tensor:
@@ -101,13 +166,17 @@ class Experts(nn.Module):
         w2 = cast_parameter(self.w2, rows_RD)
         if self.transposed:
             w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
+        b2 = None if self.b2 is None else cast_parameter(self.b2, rows_RD)
+        if b2 is not None and self.part.of > 1:
+            before, width = self.part.index * b2.shape[1], b2.shape[1]
+            b2 = F.pad(b2, (before, self.hidden - before - width))
         return grouped_mlp(
             rows_RD.to(compute_dtype(rows_RD)),
             rows_per_expert,
             w13,
             w2,
             None if self.b13 is None else cast_parameter(self.b13, rows_RD),
-            None if self.b2 is None else cast_parameter(self.b2, rows_RD),
+            b2,
             self.activation,
             alloc,
             self.recompute,

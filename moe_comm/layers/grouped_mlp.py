@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from moe_comm.errors import InputError
 from moe_comm.kernels.activations import Activation
+from moe_comm.kernels.wanted import wanted_gradients
 from moe_comm.layers.memory import Alloc, warm_like, warm_rows
 
 ALIGNMENT = 64
@@ -101,7 +102,7 @@ class _GroupedMLP(torch.autograd.Function):
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         rows_RD, w13_EGD, w2_EDF, b13_EG, b2_ED, h_RG = ctx.saved_tensors
         call: _Call = ctx.call
-        needs_rows, needs_w13, needs_w2, needs_b13, needs_b2, _ = ctx.needs_input_grad
+        needs_rows, needs_w13, needs_w2, needs_b13, needs_b2, _ = wanted_gradients(ctx)
         experts, width_h, hidden = w13_EGD.shape
         width = w2_EDF.shape[2]
         dtype, device = rows_RD.dtype, rows_RD.device

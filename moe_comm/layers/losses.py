@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.dispatch import DispatchOptions
 from moe_comm.dispatch.channel import Channel
+from moe_comm.errors import InputError
 
 
 class _AttachLoss(torch.autograd.Function):
@@ -55,11 +56,21 @@ def global_counts(
         PeerDied, PeerTimeout: a rank is gone, or did not call within ``DispatchOptions``' default deadline.
     """
     every = torch.cat([counts_E, counts_E.new_tensor([num_tokens, num_sequences])])
-    if group is not None and dist.get_world_size(group) > 1:
-        # Not a bare all_reduce: that waits for half an hour, and its errors name no rank.
-        channel = Channel(group, dist.get_rank(group), dist.get_world_size(group), DispatchOptions().timeout_s)
-        every = channel.all_gather(every, "the router's count of tokens per expert").sum(0)
+    every = gather_counts(every, group, "the router's count of tokens per expert").sum(0)
     return every[:-2], every[-2], every[-1]
+
+
+def gather_counts(counts: Tensor, group: ProcessGroup | None, doing: str) -> Tensor:
+    """[W, ...] the ``counts`` of every rank of ``group``; None is this rank alone. Collective.
+
+    Raises:
+        PeerDied, PeerTimeout: a rank is gone, or did not call within ``DispatchOptions``' default deadline.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return counts.unsqueeze(0)
+    # Not a bare all_reduce: that waits for half an hour, and its errors name no rank.
+    channel = Channel(group, dist.get_rank(group), dist.get_world_size(group), DispatchOptions().timeout_s)
+    return channel.all_gather(counts, doing)
 
 
 def load_balance_loss(probs_TE: Tensor, counts_E: Tensor, num_tokens: Tensor) -> Tensor:
@@ -78,24 +89,48 @@ def load_balance_loss(probs_TE: Tensor, counts_E: Tensor, num_tokens: Tensor) ->
     return probs_TE.shape[1] * (fraction_E * (probs_TE.sum(0) / tokens)).sum()
 
 
-def sequence_balance_loss(probs_TE: Tensor, ids_TK: Tensor, num_sequences: int, total_sequences: Tensor) -> Tensor:
+def sequence_balance_loss(
+    probs_TE: Tensor,
+    ids_TK: Tensor,
+    num_sequences: int,
+    total_sequences: Tensor,
+    sequence_group: ProcessGroup | None = None,
+) -> Tensor:
     """DeepSeek-V3's sequence-wise balance loss (arXiv 2412.19437, eq. 17-20), mean over sequences.
 
     Per sequence of S tokens: sum over e of f_e * P_e with f_e = E / (K * S) * slots that chose e.
 
     Args:
-        probs_TE: [T, E] scores that add up to 1 per token; T is ``num_sequences`` * S.
+        probs_TE: [T, E] scores that add up to 1 per token; T is ``num_sequences`` times the tokens of each here.
         total_sequences: what the sum is divided by: of this rank, or of a group.
+        sequence_group: the ranks over which each sequence is spread; f and S are then those of the whole sequence,
+            and the ranks' losses, and so their gradients, add up to those of the whole sequences. Collective.
+
+    Raises:
+        InputError: the ranks of ``sequence_group`` have different numbers of sequences.
     """
     experts = probs_TE.shape[1]
-    if not probs_TE.shape[0]:
+    spread = sequence_group is not None and dist.get_world_size(sequence_group) > 1
+    if spread:
+        here = torch.tensor([num_sequences, ids_TK.shape[1]], device=ids_TK.device)
+        given = gather_counts(here, sequence_group, "the router's number of sequences")[:, 0].tolist()
+        if len(set(given)) > 1:
+            raise InputError(
+                f"the ranks over which sequences are spread must hold a piece of each, but have {given} sequences"
+            )
+    elif not probs_TE.shape[0]:
         return probs_TE.sum()
-    probs_BSE = probs_TE.view(num_sequences, -1, experts)
-    shifted_BS = ids_TK.detach().clamp(min=-1).long().view(num_sequences, -1) + 1
-    counts_BE = probs_TE.new_zeros(num_sequences, experts + 1)
-    counts_BE.scatter_add_(1, shifted_BS, torch.ones_like(shifted_BS, dtype=probs_TE.dtype))
-    fraction_BE = counts_BE[:, 1:] * (experts / shifted_BS.shape[1])
-    return (fraction_BE * probs_BSE.mean(1)).sum() / total_sequences.clamp(min=1)
+    tokens = probs_TE.shape[0] // max(num_sequences, 1)
+    shifted_BS = ids_TK.detach().clamp(min=-1).long().reshape(num_sequences, tokens * ids_TK.shape[1]) + 1
+    counts_BE = torch.zeros(num_sequences, experts + 1, dtype=torch.int64, device=ids_TK.device)
+    counts_BE.scatter_add_(1, shifted_BS, torch.ones_like(shifted_BS))
+    counts_BE[:, 0] = tokens  # instead of the dropped slots
+    counts_BE = gather_counts(counts_BE, sequence_group, "the router's count per sequence").sum(0)
+    length_B1 = counts_BE[:, :1].clamp(min=1)
+    scale_B1 = experts / (ids_TK.shape[1] * length_B1.double())
+    fraction_BE = counts_BE[:, 1:].to(probs_TE.dtype) * scale_B1.to(probs_TE.dtype)
+    mean_BE = probs_TE.view(num_sequences, tokens, experts).sum(1) / length_B1
+    return (fraction_BE * mean_BE).sum() / total_sequences.clamp(min=1)
 
 
 def z_loss(logits_TE: Tensor, num_tokens: Tensor) -> Tensor:

@@ -5,13 +5,24 @@ x ──▶ router ──ids, weights──┐
 ├──────────▶ dispatch ──rows by expert──▶ experts ──rows──▶ combine ──▶ + ──▶ y
 ├──────────▶ shared expert (every token) ───────────────────────────────┤
 └──────────▶ identity experts: weight * x, nothing travels ─────────────┘
+
+Expert tensor parallelism (etp ranks hold a part of each expert's width) is dispatch to parts. A part is an expert to
+the dispatcher, a token goes to all parts of its experts, and combine adds their partial results, in fp32:
+
+    ep 2, etp 2, experts 0 1 | 2 3, a token for experts 1 and 2, parts a and b
+
+    rank (ep, etp)    0 (0, 0)    1 (0, 1)    2 (1, 0)    3 (1, 1)
+    holds             0a 1a       0b 1b       2a 3a       2b 3b
+    gets the token       1a          1b       2a          2b           y = w1 * (1a + 1b) + w2 * (2a + 2b)
 """
 
 from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,15 +30,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_comm.dispatch import Dispatcher, DispatchOptions, Traffic, make_dispatcher
+from moe_comm.dispatch import Dispatcher, DispatchOptions, Layout, Traffic, make_dispatcher
 from moe_comm.dispatch.capacity import Capacity, apply_capacity
+from moe_comm.dispatch.channel import Channel
+from moe_comm.dispatch.deferred import DeferredDispatcher
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.activations import Activation
 from moe_comm.layers.autocast import compute_dtype
-from moe_comm.layers.experts import Experts
+from moe_comm.layers.collectives import group_rank
+from moe_comm.layers.experts import Experts, Part
 from moe_comm.layers.losses import attach_loss
-from moe_comm.layers.router import Router, RouterConfig, Routing
+from moe_comm.layers.router import Router, RouterConfig, Routing, recomputing
 from moe_comm.layers.shared import SharedExpert, split_zero_experts
+from moe_comm.topology import ExpertPlacement, Sharding
 
 
 @dataclass(frozen=True)
@@ -55,7 +70,7 @@ class MoEConfig:
     shared_ffn: width of the shared expert; 0 for none. shared_gate: it has a sigmoid gate.
     capacity: bound on the rows per expert; None drops nothing.
     recompute: experts keep less for backward.
-    experts_per_rank: how many real experts each rank holds; None spreads them evenly.
+    experts_per_rank: how many real experts each expert-parallel rank holds; None spreads them evenly.
     """
 
     hidden: int
@@ -86,6 +101,21 @@ class MoEConfig:
         return self.router.num_experts - self.zero_experts.total
 
 
+@dataclass(frozen=True)
+class Flow:
+    """Where the (token, slot) pairs of one call went. None is lost: over all ranks, etp * sent adds up to received.
+
+    slots: T * K of this rank. sent: those that went to an expert; the others were dropped by the capacity, or had no
+        real expert in the first place. received: rows that this rank's experts, or parts of experts, were given.
+    dropped: by the capacity, a scalar tensor; None without capacity.
+    """
+
+    slots: int
+    sent: int
+    received: int
+    dropped: Tensor | None
+
+
 class MoELayer(nn.Module):
     """Mixture-of-Experts layer over the ranks of an expert-parallel group. A drop-in for a feed-forward block.
 
@@ -96,17 +126,25 @@ class MoELayer(nn.Module):
     over the group; the router's and the shared expert's parameters are replicated, and theirs do.
 
     Output, input gradient, routing-weight gradients and expert weight gradients have the same bits for any number of
-    ranks (deterministic mode, CPU).
+    expert-parallel ranks (deterministic mode, CPU). Expert tensor parallelism adds partial sums in another order.
 
     Args:
-        router: routes to ``dispatcher.num_experts + zero_experts.total`` experts.
-        experts: this rank's, ``len(dispatcher.local_experts)`` of them.
+        router: routes to the real experts and the ``zero_experts.total`` others. What it counts over its ``group``,
+            the layer counts too: a capacity of scope "batch" is decided over the tokens of that group.
+        experts: this rank's, ``len(dispatcher.local_experts)`` of them, or that many parts.
+        dispatcher: of experts, or of their parts (``ExpertPlacement.sliced``).
         label: the layer's name in error messages.
 
     Attributes:
+        placement: which experts each expert-parallel rank holds, whole or in parts.
+        place, sizes: of this rank on the axes "ep" and "etp", and those axes' sizes.
         num_dropped: slots that the capacity dropped in the last call, a scalar tensor; None without capacity.
+        dropped_total: the same since ``take_loads``, counted in training and once under activation checkpointing.
+        flow: where the slots of the last call went.
         aux_scale: what the main loss is multiplied by before backward; the auxiliary losses get the same factor.
     """
+
+    dropped_total: Tensor
 
     def __init__(
         self,
@@ -127,10 +165,23 @@ class MoELayer(nn.Module):
         self.label = label
         self.aux_scale: float | Tensor = 1.0
         self.num_dropped: Tensor | None = None
-        if router.config.num_experts != dispatcher.num_experts + self.zero_experts.total:
+        self.flow: Flow | None = None
+        dropped = torch.zeros((), dtype=torch.int64, device=router.weight.device)
+        self.register_buffer("dropped_total", dropped, persistent=False)
+        part = getattr(experts, "part", Part())
+        self.placement = ExpertPlacement(dispatcher.placement.experts_per_rank[:: part.of])
+        self.place: Mapping[str, int] = {"ep": dispatcher.rank // part.of, "etp": part.index}
+        self.sizes: Mapping[str, int] = {"ep": self.placement.world, "etp": part.of}
+        if self.placement.sliced(part.of) != dispatcher.placement or dispatcher.rank % part.of != part.index:
+            raise ConfigError(
+                f"rank {dispatcher.rank} holds part {part.index} of {part.of} of its experts, which does not fit the "
+                f"dispatcher's placement {dispatcher.placement.experts_per_rank}: the {part.of} ranks that share "
+                "experts stand next to each other and hold as many"
+            )
+        if router.config.num_experts != self.num_experts + self.zero_experts.total:
             raise ConfigError(
                 f"the router chooses among {router.config.num_experts} experts, but the dispatcher has "
-                f"{dispatcher.num_experts} and there are {self.zero_experts.total} zero-computation experts"
+                f"{self.num_experts} and there are {self.zero_experts.total} zero-computation experts"
             )
         if experts.num_experts != len(dispatcher.local_experts):
             raise ConfigError(
@@ -145,6 +196,9 @@ class MoELayer(nn.Module):
         group: ProcessGroup | None = None,
         backend: str = "auto",
         *,
+        etp: int = 1,
+        tokens_group: ProcessGroup | None = None,
+        sequence_group: ProcessGroup | None = None,
         seed: int | None = None,
         options: DispatchOptions | None = None,
         dtype: torch.dtype | None = None,
@@ -154,26 +208,57 @@ class MoELayer(nn.Module):
         """A layer with fresh weights, the same for every number of ranks. Collective over ``group``.
 
         Args:
-            group: expert-parallel process group; None holds every expert here.
+            group: the ranks that share one set of experts, ep * etp of them, etp fastest; None holds every expert here.
             backend: see ``make_dispatcher``.
-            seed: of the weights; drawn by the group's first rank from torch's generator if not given.
+            etp: ranks that share each expert, by parts of its width.
+            tokens_group: the ranks, those of ``group`` among them, that hold the tokens of one micro-batch: all of a
+                pipeline stage. Auxiliary losses and a capacity of scope "batch" are over their tokens together.
+                None: ``group``.
+            sequence_group: those of them over which each sequence is spread (context and tensor parallelism), for
+                the sequence-wise balance loss. None: sequences are whole.
+            seed: of the weights; drawn by the first rank from torch's generator if not given.
+            device: on "meta" there are shapes and no dispatcher yet (``dispatch/deferred.py``), and nothing is
+                collective if there is a seed.
+
+        Raises:
+            ConfigError: ``etp`` does not divide the ranks of ``group`` or ``config.ffn``.
         """
+        ranks = 1 if group is None else dist.get_world_size(group)
+        if etp < 1 or ranks % etp:
+            raise ConfigError(f"etp = {etp} must divide the {ranks} ranks that share one set of experts")
+        if config.ffn % etp:
+            raise ConfigError(f"an expert's width ffn = {config.ffn} must be a multiple of etp = {etp}, which cuts it")
+        experts_per_rank = config.experts_per_rank
+        if etp > 1:
+            placement = ExpertPlacement.of(config.num_experts, ranks // etp, experts_per_rank)
+            experts_per_rank = placement.sliced(etp).experts_per_rank
+        tokens_group = group if tokens_group is None else tokens_group
         traffic = Traffic(
-            config.router.top_k,
+            config.router.top_k * etp,
             config.hidden,
             (dtype or torch.get_default_dtype()).itemsize,
             (options or DispatchOptions()).deterministic,
         )
-        dispatcher = make_dispatcher(
-            config.num_experts,
-            group,
-            backend,
-            experts_per_rank=config.experts_per_rank,
-            options=options,
-            traffic=traffic,
-            device=device,
+
+        def make(where: torch.device | str | None) -> Dispatcher:
+            return make_dispatcher(
+                config.num_experts * etp,
+                group,
+                backend,
+                experts_per_rank=experts_per_rank,
+                options=options,
+                traffic=traffic,
+                device=where,
+            )
+
+        if device is not None and torch.device(device).type == "meta":
+            parts = ExpertPlacement.of(config.num_experts * etp, ranks, experts_per_rank)
+            dispatcher: Dispatcher = DeferredDispatcher(parts, group, group_rank(group), options, make)
+        else:
+            dispatcher = make(device)
+        router = Router(
+            config.hidden, config.router, tokens_group, sequence_group=sequence_group, dtype=dtype, device=device
         )
-        router = Router(config.hidden, config.router, group, dtype=dtype, device=device)
         experts = Experts(
             len(dispatcher.local_experts),
             config.hidden,
@@ -181,6 +266,7 @@ class MoELayer(nn.Module):
             config.activation,
             bias=config.expert_bias,
             recompute=config.recompute,
+            part=Part(dispatcher.rank % etp, etp),
             dtype=dtype,
             device=device,
         )
@@ -203,8 +289,22 @@ class MoELayer(nn.Module):
             zero_experts=config.zero_experts,
             label=label,
         )
-        layer.reset_parameters(_same_seed(group) if seed is None else seed)
+        layer.reset_parameters(_same_seed(tokens_group) if seed is None else seed)
         return layer
+
+    @property
+    def num_experts(self) -> int:
+        """Real experts of all ranks together."""
+        return self.placement.num_experts
+
+    @property
+    def local_experts(self) -> range:
+        """Global ids of the real experts that this rank holds, whole or in part."""
+        return self.placement.local_range(self.place["ep"])
+
+    def shardings(self) -> dict[str, Sharding]:
+        """How the experts' parameters are cut, by name in this layer; all others are replicated."""
+        return {f"experts.{name}": s for name, s in self.experts.shardings_over(self.placement).items()}
 
     def reset_parameters(self, seed: int, std: float = 0.02) -> None:
         """Fresh weights that depend on ``seed`` alone, not on how the experts are spread."""
@@ -213,11 +313,12 @@ class MoELayer(nn.Module):
         self.router.reset_parameters(std, generator)
         if self.shared is not None:
             self.shared.reset_parameters(std, generator)
-        self.experts.reset_parameters(seed, self.dispatcher.local_experts.start, std)
+        self.experts.reset_parameters(seed, self.local_experts.start, std)
+        self.dropped_total.zero_()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoELayer:
         # A copy (EMA, reference model) has its own weights; what reaches other processes is shared with it.
-        for shared in (self.dispatcher, self.router.group):
+        for shared in (self.dispatcher, self.router.group, self.router.sequence_group):
             memo[id(shared)] = shared
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
@@ -232,12 +333,14 @@ class MoELayer(nn.Module):
     # a compiler that fuses or reorders sums would break the promise about bits. (Unlike torch.compiler.disable, this
     # decorator imports the compiler at the first call and not, at a second of cost, with this module.)
     @torch._disable_dynamo
-    def forward(self, x: Tensor, routing: Routing | None = None) -> Tensor:
+    def forward(self, x: Tensor, routing: Routing | None = None, token_index: Tensor | None = None) -> Tensor:
         """Run the layer on this rank's tokens.
 
         Args:
             x: [..., D]; with three dimensions the first counts sequences, for the sequence-wise balance loss.
             routing: use this instead of asking the router.
+            token_index: int64, the leading shape of ``x`` or flat: each token's place in the micro-batch, by which a
+                capacity of scope "batch" decides the same drops at every mapping. None: tokens stand in order of rank.
 
         Returns:
             The shape of ``x``, in its dtype or autocast's.
@@ -248,32 +351,77 @@ class MoELayer(nn.Module):
         """
         if x.shape[-1] != self.router.hidden:
             fault = InputError(f"this layer's hidden size is {self.router.hidden}; got x {tuple(x.shape)}")
+            self._meet_without_tokens(x, routing, token_index)
             self.dispatcher.refuse(fault, x, label=self.label)
         x_TD = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         if routing is None:
             routing = self.router(x_TD, x.shape[0] if x.dim() == 3 else 1)
-        y_TD = self.routed(x_TD.to(compute_dtype(x_TD)), routing)
+        y_TD = self.routed(x_TD.to(compute_dtype(x_TD)), routing, token_index)
         if self.shared is not None:
             y_TD = y_TD + self.shared(x_TD)
         if routing.aux_loss is not None and routing.aux_loss.requires_grad:
             y_TD = attach_loss(y_TD, routing.aux_loss, self.aux_scale)
         return y_TD.view(x.shape)
 
-    def routed(self, x_TD: Tensor, routing: Routing) -> Tensor:
+    def routed(self, x_TD: Tensor, routing: Routing, token_index: Tensor | None = None) -> Tensor:
         """[T, D] the weighted sum of each token's experts, zero-computation ones included; no shared expert."""
         ids_TK, weights_TK = routing.ids_TK, routing.weights_TK
-        num_experts, zero = self.dispatcher.num_experts, self.zero_experts
+        num_experts, zero = self.num_experts, self.zero_experts
         identity_T1 = None
         if zero.total:
             ids_TK, identity_T1 = split_zero_experts(ids_TK, weights_TK, num_experts, zero.identity)
         if self.capacity is not None:
-            ids_TK, self.num_dropped = apply_capacity(ids_TK, weights_TK, num_experts, self.capacity)
+            index_T = None if token_index is None else token_index.reshape(-1)
+            ids_TK, self.num_dropped = apply_capacity(
+                ids_TK, weights_TK, num_experts, self.capacity, self._batch_channel(), index_T
+            )
+            if self.training and not recomputing():
+                self.dropped_total += self.num_dropped
+        if self.sizes["etp"] > 1:
+            ids_TK, weights_TK = self._to_parts(ids_TK, weights_TK)
         dispatched = self.dispatcher.dispatch(x_TD, ids_TK, label=self.label)
         rows_RD = self.experts(dispatched.rows_RD, dispatched.layout.rows_per_expert, alloc=self.dispatcher.empty_rows)
+        self._note(dispatched.layout)
         y_TD = self.dispatcher.combine(rows_RD, weights_TK, dispatched.layout)
         if identity_T1 is not None and zero.identity:
             y_TD = (y_TD.to(identity_T1.dtype) + identity_T1 * x_TD).to(y_TD.dtype)
         return y_TD
+
+    def _meet_without_tokens(self, x: Tensor, routing: Routing | None, token_index: Tensor | None) -> None:
+        """Take part in what the other ranks exchange before dispatch, where they hear of this rank's fault."""
+        if routing is None:
+            routing = self.router(x.new_zeros(0, self.router.hidden), x.shape[0] if x.dim() == 3 else 1)
+        if self.capacity is not None:
+            index_T = None if token_index is None else token_index.reshape(-1)[:0]
+            ids_TK, weights_TK = routing.ids_TK[:0], routing.weights_TK[:0]
+            apply_capacity(ids_TK, weights_TK, self.num_experts, self.capacity, self._batch_channel(), index_T)
+
+    @cached_property
+    def _slice_ids(self) -> Tensor:
+        return torch.tensor(self.placement.slice_ids(self.sizes["etp"]), device=self.router.weight.device)
+
+    def _to_parts(self, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, K * etp] ids of all parts of each token's experts, and their weights. Ids of no expert stay so."""
+        if self._slice_ids.device != ids_TK.device:
+            self._slice_ids = self._slice_ids.to(ids_TK.device)
+        slice_ids, last = self._slice_ids, self.num_experts - 1
+        # Past the last expert becomes past the last part, for dispatch to refuse.
+        away_TK = torch.where(ids_TK < 0, ids_TK, ids_TK + (slice_ids.numel() - last - 1)).long()
+        known_TK1 = ((ids_TK >= 0) & (ids_TK <= last)).unsqueeze(-1)
+        parts_TKP = torch.where(known_TK1, slice_ids[ids_TK.clamp(0, last).long()], away_TK.unsqueeze(-1))
+        return parts_TKP.flatten(1), weights_TK.unsqueeze(-1).expand_as(parts_TKP).flatten(1)
+
+    def _batch_channel(self) -> Channel | None:
+        group = self.router.group
+        if group is None or self.capacity is None or self.capacity.scope != "batch":
+            return None
+        return Channel(group, dist.get_rank(group), dist.get_world_size(group), self.dispatcher.options.timeout_s)
+
+    def _note(self, layout: Layout) -> None:
+        etp = self.sizes["etp"]
+        slots = layout.num_tokens * layout.top_k // etp
+        dropped = None if self.capacity is None else self.num_dropped
+        self.flow = Flow(slots, slots - layout.num_dropped // etp, layout.num_rows, dropped)
 
 
 def _same_seed(group: ProcessGroup | None) -> int:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -34,6 +35,7 @@ from moe_comm.layers.losses import (
     sequence_balance_loss,
     z_loss,
 )
+from moe_comm.layers.recompute import again
 
 Score = Literal["softmax", "sigmoid", "topk_softmax"]
 GroupScore = Literal["max", "top2_sum"]
@@ -106,6 +108,11 @@ class Routing(NamedTuple):
     aux_loss: Tensor | None = None
 
 
+def recomputing() -> bool:
+    """Whether a backward pass is under way: what runs then is activation checkpointing's second forward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class Router(nn.Module):
     """Chooses experts for tokens. See ``RouterConfig``.
 
@@ -113,16 +120,22 @@ class Router(nn.Module):
         hidden: D, the tokens' width.
         group: process group over which the load is counted for the balance loss, so that it is that of the global
             batch and the ranks' gradients add up to its gradient. None counts this rank's tokens alone.
+        sequence_group: the ranks, all in ``group``, over which every sequence is spread (context and tensor
+            parallelism); the sequence-wise balance loss is then that of whole sequences. None: they are whole here.
 
     Attributes:
         weight [E, D], bias [E], correction_bias [E] fp32: parameters and persistent buffer.
         load_E: [E] int64, slots per expert since ``take_load``; counted in training, once per token even if
             activation checkpointing runs the router twice.
-        losses: the last call's auxiliary losses by name, detached and without their coefficients.
+        drop_invalid: tokens whose logits are NaN or all -Inf go to no expert and are counted in ``invalid``, for a
+            caller who looks there; else they are a ``RoutingError`` of the dispatch.
+        losses: the last call's auxiliary losses by name, detached and without their coefficients: this rank's share,
+            which adds up over ``group``.
     """
 
     correction_bias: Tensor | None
     load_E: Tensor
+    invalid: Tensor
 
     def __init__(
         self,
@@ -130,11 +143,12 @@ class Router(nn.Module):
         config: RouterConfig,
         group: ProcessGroup | None = None,
         *,
+        sequence_group: ProcessGroup | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.hidden, self.config, self.group = hidden, config, group
+        self.hidden, self.config, self.group, self.sequence_group = hidden, config, group, sequence_group
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden, dtype=dtype, device=device))
         bias = torch.zeros(config.num_experts, dtype=dtype, device=device) if config.linear_bias else None
         self.bias = None if bias is None else nn.Parameter(bias)
@@ -143,12 +157,16 @@ class Router(nn.Module):
         self.register_buffer("correction_bias", correction if config.correction_bias else None)
         load = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
         self.register_buffer("load_E", load, persistent=False)
+        invalid = torch.zeros((), dtype=torch.int64, device=device)
+        self.register_buffer("invalid", invalid, persistent=False)
+        self.drop_invalid = False
         self.losses: dict[str, Tensor] = {}
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
         """Normal weights, zero biases, nothing counted."""
         self.load_E.zero_()
+        self.invalid.zero_()
         nn.init.normal_(self.weight, std=std, generator=generator)
         for zero in (self.bias, self.correction_bias):
             if zero is not None:
@@ -171,7 +189,8 @@ class Router(nn.Module):
 
         Args:
             x_TD: [T, D] fp32, bf16, fp16 or float64.
-            num_sequences: the T tokens are that many sequences of equal length (for the sequence-wise balance loss).
+            num_sequences: the T tokens are that many sequences, or pieces of sequences, of equal length (for the
+                sequence-wise balance loss).
             ids_TK: experts chosen elsewhere (replayed routing); they only get their weights here.
         """
         if x_TD.dim() != 2 or x_TD.shape[1] != self.hidden:
@@ -179,7 +198,7 @@ class Router(nn.Module):
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         with without_autocast(x_TD):
             bias = None if self.bias is None else self.bias.to(wide)
-            logits_TE = row_invariant_linear(x_TD.to(wide), self.weight.to(wide), bias)
+            logits_TE = row_invariant_linear(again(lambda x: x.to(wide), x_TD), self.weight.to(wide), bias)
             scores_TE = self._scores(logits_TE)
             if ids_TK is None:
                 ids_TK = self._choose(logits_TE.detach(), scores_TE.detach())
@@ -209,6 +228,9 @@ class Router(nn.Module):
         top = choice_TE.topk(c.top_k, dim=-1)
         ids_TK = top.indices.masked_fill(top.values == float("-inf"), DROPPED)
         bad_T = (logits_TE.isnan() | (logits_TE == float("inf"))).any(-1) | forbidden_TE.all(-1)
+        if self.drop_invalid:
+            self.invalid += bad_T.sum()
+            return ids_TK.masked_fill(bad_T.unsqueeze(-1), DROPPED)
         return ids_TK.masked_fill(bad_T.unsqueeze(-1), INVALID_LOGITS)
 
     def _weights(self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
@@ -232,14 +254,19 @@ class Router(nn.Module):
             return None
         tokens = ids_TK.shape[0]
         own_E = expert_counts(ids_TK, c.num_experts)
-        counts_E, all_tokens, all_sequences = global_counts(own_E, tokens, num_sequences if tokens else 0, self.group)
+        # A sequence that is spread over ranks is counted by the first of them.
+        if self.sequence_group is None:
+            sequences = num_sequences if tokens else 0
+        else:
+            sequences = num_sequences if dist.get_rank(self.sequence_group) == 0 else 0
+        counts_E, all_tokens, all_sequences = global_counts(own_E, tokens, sequences, self.group)
         aux = logits_TE.new_zeros(())
         if c.balance_loss:
             probs_TE = scores_TE
             if c.score == "sigmoid":  # all scores of a token may underflow to 0
                 probs_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
             if c.balance_form == "sequence":
-                balance = sequence_balance_loss(probs_TE, ids_TK, num_sequences, all_sequences)
+                balance = sequence_balance_loss(probs_TE, ids_TK, num_sequences, all_sequences, self.sequence_group)
             else:
                 balance = load_balance_loss(probs_TE, counts_E, all_tokens)
             self.losses["balance"] = balance.detach()
@@ -252,8 +279,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def _count(self, ids_TK: Tensor) -> None:
-        # Inside a backward pass this is activation checkpointing running the forward pass again.
-        if self.training and torch._C._current_graph_task_id() == -1:
+        if self.training and not recomputing():
             self.load_E += expert_counts(ids_TK, self.config.num_experts)
 
     @torch.no_grad()

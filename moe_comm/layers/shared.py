@@ -11,6 +11,7 @@ from moe_comm.kernels.pointwise import sigmoid
 from moe_comm.kernels.row_invariant import row_invariant_linear
 from moe_comm.kernels.swiglu import swiglu
 from moe_comm.layers.autocast import cast_parameter, compute_dtype
+from moe_comm.layers.recompute import again
 
 
 class SharedExpert(nn.Module):
@@ -56,7 +57,7 @@ class SharedExpert(nn.Module):
         """[T, D] to [T, D], in autocast's dtype if it is on."""
         x_TD = x_TD.to(compute_dtype(x_TD))
         h_TG = row_invariant_linear(x_TD, cast_parameter(self.w13, x_TD))
-        act_TF = swiglu(h_TG) if isinstance(self.activation, SwiGLU) else self.activation.fn(h_TG)
+        act_TF = again(swiglu, h_TG) if isinstance(self.activation, SwiGLU) else self.activation.fn(h_TG)
         y_TD = row_invariant_linear(act_TF, cast_parameter(self.w2, x_TD))
         if self.gate is None:
             return y_TD

@@ -22,21 +22,37 @@ from moe_comm.layers.moe import MoELayer
 from moe_comm.layers.router import Router
 
 
-def gather_experts(local: Tensor, layer: MoELayer) -> Tensor:
-    """[E, ...] of all ranks from each rank's [E_local, ...]. Collective over the layer's group; no autograd."""
-    placement, group = layer.dispatcher.placement, layer.dispatcher.group
+def gather_experts(name: str, local: Tensor, layer: MoELayer) -> Tensor:
+    """[E, ...] of all ranks from each rank's part of the experts' ``name``. Collective over the layer's group."""
+    group, dispatcher = layer.dispatcher.group, layer.dispatcher
     local = local.detach()
-    if group is None or placement.world == 1:
+    if group is None or dispatcher.world == 1:
         return local.clone()
-    full = local.new_empty(placement.num_experts, *local.shape[1:])
-    for rank in range(placement.world):
-        part = full[placement.local_range(rank).start : placement.local_range(rank).stop]
+    sharding, etp = layer.shardings()[f"experts.{name}"], layer.sizes["etp"]
+    full = local.new_empty(sharding.shape)
+    for rank in range(dispatcher.world):
+        place = {"ep": rank // etp, "etp": rank % etp}
+        boxes = sharding.boxes(place, layer.sizes)
+        # Whole experts of one rank stand next to each other in the result, and arrive in place.
+        in_place = len(boxes) == 1 and full[boxes[0].whole].is_contiguous()
+        shape = sharding.local_shape(place, layer.sizes)
+        part = full[boxes[0].whole] if in_place else full.new_empty(shape)
         if not part.numel():
             continue
-        if rank == layer.dispatcher.rank:
+        if rank == dispatcher.rank:
             part.copy_(local)
         dist.broadcast(part, group=group, group_src=rank)
+        if not in_place:
+            for box in boxes:
+                full[box.whole] = part[box.local]
     return full
+
+
+def own_experts(name: str, full: Tensor, layer: MoELayer) -> Tensor:
+    """This rank's part of the experts' ``name``, [E, ...] of all ranks; a view where that is whole experts."""
+    if layer.sizes["etp"] == 1:
+        return full[layer.local_experts.start : layer.local_experts.stop]
+    return layer.shardings()[f"experts.{name}"].take(full, layer.place, layer.sizes)
 
 
 def state_key(*path: str) -> str:
@@ -62,7 +78,7 @@ def gather_state_dict(module: nn.Module) -> dict[str, Tensor]:
     """
     owners = _owners(module)
     return {
-        key: gather_experts(value, owners[key]) if key in owners else value.detach().clone()
+        key: gather_experts(key.rpartition(".")[2], value, owners[key]) if key in owners else value.detach().clone()
         for key, value in module.state_dict().items()
     }
 
@@ -79,13 +95,12 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], strict:
     for key, value in state.items():
         layer = owners.get(key)
         if layer is not None:
-            if value.shape[0] != layer.dispatcher.num_experts:
+            if value.shape[0] != layer.num_experts:
                 raise InputError(
                     f"{key} holds {value.shape[0]} experts, but layer {layer.label!r} has "
-                    f"{layer.dispatcher.num_experts}; was it saved by gather_state_dict?"
+                    f"{layer.num_experts}; was it saved by gather_state_dict?"
                 )
-            own = layer.dispatcher.local_experts
-            value = value[own.start : own.stop]
+            value = own_experts(key.rpartition(".")[2], value, layer)
         local[key] = value
     module.load_state_dict(local, strict=strict)
 
@@ -105,7 +120,7 @@ def single_rank_copy(layer: MoELayer, dtype: torch.dtype | None = None) -> MoELa
     state = gather_state_dict(layer)
     like = experts.w13
     full = Experts(
-        layer.dispatcher.num_experts,
+        layer.num_experts,
         experts.hidden,
         experts.ffn,
         experts.activation,
@@ -119,7 +134,7 @@ def single_rank_copy(layer: MoELayer, dtype: torch.dtype | None = None) -> MoELa
     copied = MoELayer(
         alone,
         full,
-        make_dispatcher(layer.dispatcher.num_experts, options=layer.dispatcher.options),
+        make_dispatcher(layer.num_experts, options=layer.dispatcher.options),
         copy.deepcopy(layer.shared),
         capacity=layer.capacity,
         zero_experts=layer.zero_experts,

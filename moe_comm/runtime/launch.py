@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -31,11 +32,17 @@ from moe_comm import errors
 from moe_comm.errors import ConfigError, MoeCommError, PeerError
 from moe_comm.runtime import cpu_guard
 
+RESTARTS_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 STORE_VARIABLE = "MOE_COMM_STORE"
 """Path of the file through which the ranks that ``launch`` started meet."""
+STOPPING = "stopping"
+"""File in the launcher's folder that tells ranks which start from now on to end at once."""
 MAX_RANKS = 1024
 AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""What torch's agent sets handlers for; ours take the first two where ranks run a function."""
 LINGER_S = 2.0
+SAME_PRESS_S = 1.0
+"""A signal this soon after the first is taken for the same one: a terminal and a launcher may both pass it on."""
 RAISED_AT = "moe_comm_raised_at"
 """Attribute of an exception that left ``init_ranks``: when, before leaving the group let the peers notice; ns."""
 
@@ -49,7 +56,7 @@ class RankFailed(MoeCommError):
 
 
 class Interrupted(MoeCommError):
-    """The launcher was told to stop by a signal, and has stopped its ranks."""
+    """The launcher was told to stop by a signal, and its ranks have ended."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -58,12 +65,17 @@ class Interrupted(MoeCommError):
 
 @dataclass(frozen=True)
 class LocalRanks:
-    """This process among the ranks. ``device``: where its tensors go, "cpu" or "cuda:<local rank>"."""
+    """This process among the ranks.
+
+    device: where its tensors go, "cpu" or "cuda:<local rank>". restarts: how often the ranks were started again
+    because one of them failed.
+    """
 
     rank: int
     world: int
     local_rank: int
     device: str
+    restarts: int = 0
 
 
 def available_cores() -> int:
@@ -80,7 +92,9 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def launch(entry: Callable[..., Any] | str, args: Sequence[Any] = (), ranks: int = 1) -> list[Any]:
+def launch(
+    entry: Callable[..., Any] | str, args: Sequence[Any] = (), ranks: int = 1, *, restarts: int = 0
+) -> list[Any]:
     """Run ``entry(*args)`` in ``ranks`` processes on this host, or here if this process already is a rank.
 
     Args:
@@ -88,6 +102,9 @@ def launch(entry: Callable[..., Any] | str, args: Sequence[Any] = (), ranks: int
             ``python -m entry *args``.
         args: picklable arguments (strings for a module).
         ranks: how many; 1 runs a function in this process. Under torchrun its ranks are used as they are.
+        restarts: how often all ranks are started again when one fails, as torchrun's ``--max-restarts``. What they
+            had done is theirs to find again, from a checkpoint say. The function then runs in a process of its own
+            for one rank too.
 
     Returns:
         What each rank returned, by rank (None for a module); under torchrun only this rank's.
@@ -96,12 +113,13 @@ def launch(entry: Callable[..., Any] | str, args: Sequence[Any] = (), ranks: int
         ConfigError: ``ranks`` is out of range.
         MoeCommError: a rank raised it; the message names the rank. The earliest cause is raised, not its echoes.
         RankFailed: a rank failed otherwise or was killed.
-        Interrupted: SIGINT or SIGTERM came while the ranks ran.
+        Interrupted: SIGINT or SIGTERM came while the ranks ran. It is passed on to ranks that run a function. Where
+            all of them take SIGTERM as a request, and end with a result, that is returned and nothing is raised.
     """
     if not 1 <= ranks <= MAX_RANKS:
         raise ConfigError(f"ranks must be between 1 and {MAX_RANKS}; got {ranks}")
     cpu_guard.apply()
-    if callable(entry) and (under_torchrun() or ranks == 1):
+    if callable(entry) and (under_torchrun() or (ranks == 1 and not restarts)):
         return [entry(*args)]
     with tempfile.TemporaryDirectory(prefix="moe_comm-launch-") as folder:
         variables = {
@@ -111,10 +129,29 @@ def launch(entry: Callable[..., Any] | str, args: Sequence[Any] = (), ranks: int
             STORE_VARIABLE: str(Path(folder) / "ranks"),
         }
         with _environment(variables), _signal_handlers():
-            return _run_agent(entry, args, ranks, Path(folder))
+            if isinstance(entry, str):
+                return _run_agent(entry, args, ranks, Path(folder), restarts, AGENT_SIGNALS)
+            with _passed_on(Path(folder)) as signals:
+                try:
+                    results = _run_agent(entry, args, ranks, Path(folder), restarts, AGENT_SIGNALS[2:])
+                except (RankFailed, PeerError) as error:
+                    if signals and not getattr(error, "details", ""):  # what the signal itself did to the ranks
+                        raise Interrupted(signals[0]) from None
+                    raise
+            if signal.SIGINT in signals:
+                raise Interrupted(signal.SIGINT)
+            return results
 
 
-def _run_agent(entry: Callable[..., Any] | str, args: Sequence[Any], ranks: int, folder: Path) -> list[Any]:
+def _run_agent(
+    entry: Callable[..., Any] | str,
+    args: Sequence[Any],
+    ranks: int,
+    folder: Path,
+    restarts: int,
+    signals: Sequence[signal.Signals],
+) -> list[Any]:
+    """``signals``: what the agent itself answers by ending the ranks; it kills those that take more than 30 s."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -129,28 +166,37 @@ def _run_agent(entry: Callable[..., Any] | str, args: Sequence[Any], ranks: int,
         rdzv_endpoint=str(folder / "rendezvous"),
         rdzv_configs={"store_type": "file"},
         local_addr="127.0.0.1",
-        max_restarts=0,
+        max_restarts=restarts,
         start_method="spawn",
+        signals_to_handle=",".join(kind.name for kind in signals),
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
     )
     (folder / "rendezvous").touch(mode=0o600)
     (folder / "errors").mkdir()
     try:
         if callable(entry):
-            results = elastic_launch(config, _rank_main)(entry, tuple(args), str(folder / "errors"))
+            results = elastic_launch(config, _rank_main)(entry, tuple(args), str(folder))
         else:
             results = elastic_launch(config, sys.executable)("-m", entry, *args)
     except ChildFailedError as error:
-        raise _cause(error.failures, folder / "errors") from None
+        # Ranks that are started again after a signal leave no record: what those before them left is the cause.
+        attempts = [int(path.name) for path in (folder / "errors").iterdir()] or [0]
+        attempt = max(attempts) if (folder / STOPPING).exists() else restarts
+        raise _cause(error.failures, folder / "errors" / str(attempt)) from None
     except SignalException as error:
         raise Interrupted(int(error.sigval)) from None
     return [results.get(rank) for rank in range(ranks)]
 
 
-def _rank_main(entry: Callable[..., Any], args: tuple[Any, ...], errors_folder: str) -> Any:
+def _rank_main(entry: Callable[..., Any], args: tuple[Any, ...], folder: str) -> Any:
     """Body of a launched rank: run ``entry`` and leave a record of what went wrong for the launcher to report."""
+    if Path(folder, STOPPING).exists():
+        raise SystemExit(1)
     try:
         return entry(*args)
+    except KeyboardInterrupt:
+        # Torch would let the rank end as if it were done, and then wait for its result.
+        raise SystemExit(128 + signal.SIGINT) from None
     except Exception as error:
         record = {
             "time": vars(error).get(RAISED_AT, time.time_ns()),
@@ -158,10 +204,12 @@ def _rank_main(entry: Callable[..., Any], args: tuple[Any, ...], errors_folder: 
             "message": str(error),
             "traceback": traceback.format_exc(),
         }
-        path = Path(errors_folder) / os.environ["RANK"]
+        errors_folder = Path(folder, "errors", os.environ.get(RESTARTS_VARIABLE, "0"))
+        errors_folder.mkdir(exist_ok=True)
+        path = errors_folder / os.environ["RANK"]
         path.with_suffix(".part").write_text(json.dumps(record))
         path.with_suffix(".part").rename(path)
-        _linger(Path(errors_folder))
+        _linger(errors_folder)
         # Not re-raised: the agent would print a traceback for every rank; the launcher speaks for all.
         raise SystemExit(1) from None
 
@@ -175,7 +223,7 @@ def _linger(errors_folder: Path) -> None:
 
 
 def _recorded(errors_folder: Path) -> list[Path]:
-    return [path for path in errors_folder.iterdir() if not path.suffix]
+    return [path for path in errors_folder.iterdir() if not path.suffix] if errors_folder.is_dir() else []
 
 
 def _cause(failures: dict[int, Any], errors_folder: Path) -> MoeCommError:
@@ -248,6 +296,40 @@ def _signal_handlers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _passed_on(folder: Path) -> Iterator[list[int]]:
+    """Pass SIGINT and SIGTERM on to the ranks and go on waiting for them; yields the signals that came.
+
+    Torch's agent would kill ranks that take long to finish what they are doing (30 s after the signal), and those that
+    have finished too, which wait for each other. A later signal lets it do so.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    seen: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield seen
+        return
+    others = {process.pid for process in multiprocessing.active_children()}
+    began = 0.0
+
+    def stop(number: int, frame: object) -> None:
+        nonlocal began
+        began = began or time.monotonic()
+        seen.append(number)
+        (folder / STOPPING).touch()
+        ranks = [process.pid for process in multiprocessing.active_children() if process.pid not in others]
+        for pid in ranks:
+            if pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+        if not ranks or time.monotonic() - began >= SAME_PRESS_S:
+            raise SignalException(f"stopped by signal {number}", sigval=signal.Signals(number))
+
+    for kind in AGENT_SIGNALS[:2]:
+        signal.signal(kind, stop)
+    yield seen
+
+
+@contextlib.contextmanager
 def init_ranks(device: str | None = None, timeout_s: float = 300.0) -> Iterator[LocalRanks]:
     """Join the default process group of ``torch.distributed``, and leave it at the end.
 
@@ -268,12 +350,13 @@ def init_ranks(device: str | None = None, timeout_s: float = 300.0) -> Iterator[
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
+    restarts = int(os.environ.get(RESTARTS_VARIABLE, "0"))
     kind = _device_kind(device, local_world)
     place = f"cuda:{local_rank}" if kind == "cuda" else "cpu"
     if kind == "cuda":
         torch.cuda.set_device(local_rank)
     if dist.is_initialized():
-        yield LocalRanks(dist.get_rank(), dist.get_world_size(), local_rank, place)
+        yield LocalRanks(dist.get_rank(), dist.get_world_size(), local_rank, place, restarts)
         return
     if local_world == world and Path("/sys/class/net/lo").exists():
         # Gloo would listen on the interface of the host's name; ranks of one host need only loopback.
@@ -282,12 +365,14 @@ def init_ranks(device: str | None = None, timeout_s: float = 300.0) -> Iterator[
     if world == 1:
         store = dist.HashStore()
     elif STORE_VARIABLE in os.environ:
-        store = dist.FileStore(os.environ[STORE_VARIABLE], world)
+        # Ranks that are started again must not meet what those before them left in the file.
+        path = f"{os.environ[STORE_VARIABLE]}.{restarts}"
+        store = dist.FileStore(path, world)
     where: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": world}
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **where)
     try:
-        yield LocalRanks(rank, world, local_rank, place)
+        yield LocalRanks(rank, world, local_rank, place, restarts)
     except Exception as error:
         vars(error).setdefault(RAISED_AT, time.time_ns())
         raise

@@ -2,6 +2,7 @@
 
 from moe_comm.topology.mesh import FoldedMesh
 from moe_comm.topology.parallel import ATTENTION_AXES, EXPERT_AXES, ParallelConfig
+from moe_comm.topology.picture import picture
 from moe_comm.topology.placement import ExpertPlacement
 from moe_comm.topology.sharding import Box, Sharding, Split, row_range
 
@@ -14,5 +15,6 @@ __all__ = [
     "ParallelConfig",
     "Sharding",
     "Split",
+    "picture",
     "row_range",
 ]

@@ -28,6 +28,7 @@ GROUPS: tuple[tuple[str, ...], ...] = (
     ("ep",),
     ("edp",),
     ("etp", "ep"),
+    ("etp", "edp"),
 )
 """Every group a mesh makes, by the axes on which its ranks differ."""
 
@@ -70,12 +71,16 @@ class FoldedMesh:
             # Only the ends of the pipeline share the tied embedding; the ranks between never call it.
             if self.rank in (pipeline[0], pipeline[-1]):
                 self._tied = self._make((pipeline[0], pipeline[-1]))
+            else:
+                # torch names a group by how many its maker has made: ranks that had made fewer would wait in vain for
+                # the others to meet them in any group that comes after.
+                dist.new_group(pipeline[1:-1], use_local_synchronization=True)
         self.attention = self._mesh(ATTENTION_AXES)
         self.expert = self._mesh(EXPERT_AXES)
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
         """The ranks of this rank's group over ``axes``."""
-        return next(ranks for ranks in self.config.groups(*axes) if self.rank in ranks)
+        return self.config.group_of(self.rank, *axes)
 
     def group(self, *axes: str) -> ProcessGroup | None:
         """This rank's group over ``axes`` (one of ``GROUPS``, in any order); None where it would be alone.

@@ -127,16 +127,42 @@ class ParallelConfig:
 
         Position within a group follows the coordinates on ``axes``, fastest axis first.
         """
-        side = next((side for side in (ATTENTION_AXES, EXPERT_AXES) if set(axes) <= set(side)), None)
-        if side is None:
-            raise ConfigError(f"a group is over axes of one side, {ATTENTION_AXES} or {EXPERT_AXES}; got {axes}")
-        fixed = [axis for axis in side if axis not in axes]
-        found: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world):
-            place = self.place(rank)
-            found.setdefault(tuple(place[axis] for axis in fixed), []).append(rank)
-        return [tuple(ranks) for ranks in found.values()]
+        side = _side(axes)
+        offsets = self._combinations(side, [axis for axis in side if axis in axes])
+        firsts = self._combinations(side, [axis for axis in side if axis not in axes])
+        return [tuple(first + offset for offset in offsets) for first in firsts]
+
+    def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The one of ``groups(*axes)`` that ``rank`` is in, computed alone."""
+        side = _side(axes)
+        place, strides = self.place(rank), self._strides(side)
+        first = rank - sum(place[axis] * strides[axis] for axis in set(axes))
+        return tuple(first + offset for offset in self._combinations(side, [axis for axis in side if axis in axes]))
+
+    def _strides(self, side: tuple[str, ...]) -> Mapping[str, int]:
+        """How far apart neighbours on each axis are."""
+        strides, stride = {}, 1
+        for axis in side:
+            strides[axis] = stride
+            stride *= self.sizes[axis]
+        return strides
+
+    def _combinations(self, side: tuple[str, ...], axes: list[str]) -> list[int]:
+        """The ranks at 0 on all axes of ``side`` but ``axes``, which are in its order; ascending."""
+        strides = self._strides(side)
+        ranks = [0]
+        for axis in axes:
+            steps = range(0, self.sizes[axis] * strides[axis], strides[axis])
+            ranks = [step + rank for step in steps for rank in ranks]
+        return ranks
 
     def __str__(self) -> str:
         shown = [f"{axis} {size}" for axis, size in self.sizes.items() if size > 1]
         return ", ".join(shown) or "one rank"
+
+
+def _side(axes: tuple[str, ...]) -> tuple[str, ...]:
+    for side in (ATTENTION_AXES, EXPERT_AXES):
+        if set(axes) <= set(side):
+            return side
+    raise ConfigError(f"a group is over axes of one side, {ATTENTION_AXES} or {EXPERT_AXES}; got {axes}")

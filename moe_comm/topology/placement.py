@@ -60,6 +60,24 @@ class ExpertPlacement:
         """``world + 1`` ids; rank ``r`` owns ``range(offsets[r], offsets[r + 1])``."""
         return (0, *accumulate(self.experts_per_rank))
 
+    def sliced(self, parts: int) -> ExpertPlacement:
+        """Where slices of experts stand when ``parts`` ranks, next to each other, share what one rank here holds.
+
+        A slice counts as an expert of its own. Three experts on two ranks, in two parts each:
+
+            rank             0        1        2        3          4 = 2 * 2 ranks
+            slices         0 1      2 3        4        5          ids in the result
+            of experts     0a 1a    0b 1b      2a       2b         first half a, second half b
+        """
+        return ExpertPlacement(tuple(count for count in self.experts_per_rank for _ in range(parts)))
+
+    def slice_ids(self, parts: int) -> list[list[int]]:
+        """For each expert, the ids of its ``parts`` slices in ``sliced(parts)``."""
+        ids = []
+        for start, count in zip(self.offsets, self.experts_per_rank, strict=False):
+            ids += [[parts * start + part * count + e for part in range(parts)] for e in range(count)]
+        return ids
+
     def local_range(self, rank: int) -> range:
         """Global ids of the experts that ``rank`` holds."""
         offsets = self.offsets

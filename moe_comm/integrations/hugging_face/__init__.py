@@ -1,10 +1,15 @@
-"""Run the MoE blocks of Hugging Face models expert-parallel.
+"""Run the MoE blocks of Hugging Face models expert-parallel, their attention and plain linears on several ranks too.
 
-``swap_moe`` changes a loaded model; ``register`` brings ``"moe_comm"`` into the two registries of transformers.
+``swap_moe``, ``swap_attention`` and ``swap_linears`` change a loaded model; ``register`` brings ``"moe_comm"`` into the
+two registries of transformers.
 """
 
+from moe_comm.integrations.hugging_face.architecture import from_hugging_face, to_hugging_face
+from moe_comm.integrations.hugging_face.attention import gather_attention, swap_attention, swapped_attention
 from moe_comm.integrations.hugging_face.families import FAMILIES
+from moe_comm.integrations.hugging_face.linears import gather_linears, swap_linears, swapped_linears
 from moe_comm.integrations.hugging_face.registries import register
+from moe_comm.integrations.hugging_face.sequence import shard_inputs
 from moe_comm.integrations.hugging_face.state import gather_state_dict, save_swapped
 from moe_comm.integrations.hugging_face.swap import (
     EPExperts,
@@ -18,10 +23,19 @@ __all__ = [
     "FAMILIES",
     "EPExperts",
     "expert_parameters",
+    "from_hugging_face",
+    "gather_attention",
+    "gather_linears",
     "gather_state_dict",
     "register",
     "save_swapped",
+    "shard_inputs",
     "sum_replicated_gradients",
+    "swap_attention",
+    "swap_linears",
     "swap_moe",
+    "swapped_attention",
     "swapped_experts",
+    "swapped_linears",
+    "to_hugging_face",
 ]

@@ -1,0 +1,262 @@
+"""Causal self-attention: grouped heads, RoPE, QK-norm, windows, latents; over tensor- and context-parallel ranks.
+
+What a rank holds, tp 2 and cp 2, sequence parallel:
+
+    x [B, S/4, D] ──gather over tp──▶ [B, S/2, D] ── q, k, v: own heads ──▶ [B, S/2, heads/2, d]
+                                                  attention over cp (``context``)      │
+    y [B, S/4, D] ◀──reduce-scatter over tp── [B, S/2, D] partial sums ◀── o ──────────╯
+
+The input is gathered once for q, k and v. Positions and documents are those of the context-parallel rank's tokens,
+[B, S/cp], alike on all ranks of its tensor-parallel group.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from moe_comm.dispatch.plain import wide_dtype
+from moe_comm.errors import ConfigError, InputError
+from moe_comm.layers.collectives import copy_to, group_rank, group_size, sum_over
+from moe_comm.layers.config import AttentionConfig, Context
+from moe_comm.layers.context import ContextSpec, check_heads, context_attention, local_positions
+from moe_comm.layers.linear import ColumnParallelLinear, RowParallelLinear, enter
+from moe_comm.layers.mla import LatentProjections, latent_config
+from moe_comm.layers.norm import RMSNorm
+from moe_comm.layers.recompute import again, again_inside
+from moe_comm.layers.rope import Rope, RopeTable, softmax_scale
+from moe_comm.layers.sequence import Documents
+from moe_comm.topology import Sharding, Split
+
+
+class HeadNorm(RMSNorm):
+    """RMSNorm of every head by itself (Qwen3). The weight is alike on all ranks, each of which has some of the heads.
+
+    Args:
+        copied_over: group whose ranks need the complete gradient, because nobody sums it for them; None: the gradient
+            is that of this rank's heads.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        eps: float,
+        copied_over: ProcessGroup | None,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(width, eps, dtype=dtype, device=device)
+        self.copied_over = copied_over
+
+    def forward(self, x_BShd: Tensor) -> Tensor:
+        """[B, S, heads, width], normalised over the last dimension."""
+        wide = wide_dtype(x_BShd.dtype)
+        weight = copy_to(self.weight, self.copied_over)
+        return F.rms_norm(x_BShd.to(wide), (self.hidden,), weight.to(wide), self.eps).to(x_BShd.dtype)
+
+
+class FullNorm(nn.Module):
+    """RMSNorm over the full width of all heads (OLMoE), which are spread over a tensor-parallel group.
+
+    Attributes:
+        weight: [width / tp].
+    """
+
+    def __init__(
+        self,
+        width: int,
+        eps: float,
+        group: ProcessGroup | None,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.width, self.eps = width, eps
+        self.weight = nn.Parameter(torch.ones(width // group_size(group), dtype=dtype, device=device))
+
+    def reset_parameters(self) -> None:
+        """Ones."""
+        nn.init.ones_(self.weight)
+
+    def shardings(self) -> dict[str, Sharding]:
+        """How the ranks hold each parameter."""
+        return {"weight": Sharding((self.width,), (Split(0, "tp"),))}
+
+    def forward(self, x: Tensor, squares: Tensor) -> Tensor:
+        """x [.., width / tp] normalised by ``squares`` [.., 1], the sum of squares over the full width."""
+        scaled = x.to(squares.dtype) * torch.rsqrt(squares / self.width + self.eps)
+        return (scaled * self.weight.to(squares.dtype)).to(x.dtype)
+
+
+class Attention(LatentProjections):
+    """Causal self-attention with heads over ``tp_group`` and the sequence over ``cp_group``.
+
+    Args:
+        config: of the whole layer. With ``mla``, kv_heads and head_dim are not used.
+        tp_group: ranks that share the heads; None: all heads are here.
+        cp_group: ranks that share the sequence; None: it is whole here.
+        context: how, "ulysses" (contiguous, heads must divide) or "ring" (zig-zag; see ``layers.sequence``).
+        sequence_parallel: outside of this layer every tp rank has its own part of the tokens, contiguous within the
+            cp rank's. False: all tp ranks have all tokens of the cp rank; gradients of replicated parameters are then
+            complete on each of them, and must not be summed over ``tp_group``.
+        scale: of the scores; None: width of a head ** -0.5, and DeepSeek's YaRN factor with ``mla``.
+
+    Attributes:
+        q, k, v, o: projections, ``q.weight`` [heads / tp * head_dim, D] and so on; with ``mla`` those of
+            ``LatentProjections``. q_norm, k_norm: with ``qk_norm``.
+        rope: makes the table of sines and cosines, which a model may make once for all its layers.
+
+    Weights that are alike on all ranks start as drawn on each: set them, or seed the ranks alike. The layer reads its
+    projections' weights itself, so FSDP must wrap it, or a module around it, and not each projection.
+
+    Raises:
+        ConfigError: heads do not divide by tp, or by tp * cp with ulysses.
+    """
+
+    def __init__(
+        self,
+        config: AttentionConfig,
+        tp_group: ProcessGroup | None = None,
+        cp_group: ProcessGroup | None = None,
+        *,
+        context: Context = "ulysses",
+        sequence_parallel: bool = True,
+        scale: float | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        tp, cp, mla = group_size(tp_group), group_size(cp_group), config.mla
+        kv_heads = config.kv_heads if mla is None else config.heads
+        for name, heads in (("heads", config.heads), ("kv_heads", kv_heads)):
+            if heads % tp:
+                raise ConfigError(f"{name} ({heads}) must be a multiple of tp ({tp}), which spreads them")
+        check_heads(config.heads // tp, kv_heads // tp, cp, context)
+        self.config, self.tp_group, self.cp_group, self.context = config, tp_group, cp_group, context
+        self.sequence_dim = 1 if sequence_parallel else None
+        if mla is None:
+            self._add_heads(config, dtype, device)
+            width, value_width, rotated = config.head_dim, config.head_dim, config.head_dim
+        else:
+            latent_config(config)
+            self._add_latent(config, tp_group, dtype, device)
+            width, value_width, rotated = mla.nope_dim + mla.rope_dim, mla.v_dim, mla.rope_dim
+        self.o = RowParallelLinear(
+            config.heads * value_width,
+            config.hidden,
+            tp_group,
+            bias=config.out_bias,
+            sequence_dim=self.sequence_dim,
+            dtype=dtype,
+            device=device,
+        )
+        self.rope = Rope(config.rope, rotated)
+        if scale is None:
+            scale = softmax_scale(width, None if mla is None else config.rope.yarn)
+        self.spec = ContextSpec(cp_group, context, scale, config.window)
+
+    def _add_heads(self, config: AttentionConfig, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
+        def project(heads: int) -> ColumnParallelLinear:
+            return ColumnParallelLinear(
+                config.hidden, heads * config.head_dim, self.tp_group, bias=config.bias, dtype=dtype, device=device
+            )
+
+        self.q, self.k, self.v = project(config.heads), project(config.kv_heads), project(config.kv_heads)
+        self.q_norm: HeadNorm | FullNorm | None = None
+        self.k_norm: HeadNorm | FullNorm | None = None
+        if config.qk_norm == "head":
+            copied_over = None if self.sequence_dim is not None else self.tp_group
+            self.q_norm, self.k_norm = (
+                HeadNorm(config.head_dim, config.norm_eps, copied_over, dtype=dtype, device=device) for _ in range(2)
+            )
+        elif config.qk_norm == "full":
+            self.q_norm, self.k_norm = (
+                FullNorm(heads * config.head_dim, config.norm_eps, self.tp_group, dtype=dtype, device=device)
+                for heads in (config.heads, config.kv_heads)
+            )
+
+    def forward(
+        self,
+        x_BSD: Tensor,
+        positions_BS: Tensor | RopeTable | None = None,
+        documents: Documents | Tensor | None = None,
+    ) -> Tensor:
+        """Attention of every token to itself and those before it. Collective over both groups.
+
+        Args:
+            x_BSD: [B, S / (cp * tp), D], or [B, S / cp, D] without ``sequence_parallel``.
+            positions_BS: [B or 1, S / cp] positions of the cp rank's tokens, integers, for RoPE; or their table, as
+                ``rope.table`` makes it; None: the tokens' places in the whole sequence. What a token may attend to
+                follows from places, whatever its position is.
+            documents: whose tokens attend to each other; or the ids of the cp rank's tokens [B, S / cp], from which
+                they are made in every call (``Documents.of`` does that once for all layers). None: each row is one.
+
+        Returns:
+            The same shape.
+
+        Raises:
+            InputError: x, positions or documents have the wrong shape, or the sequence cannot be cut.
+            PeerDied, PeerTimeout: a rank of a group is gone, or does not come.
+        """
+        if x_BSD.dim() != 3 or x_BSD.shape[-1] != self.config.hidden:
+            raise InputError(f"attention takes [B, S, {self.config.hidden}]; got {tuple(x_BSD.shape)}")
+        length = x_BSD.shape[1] * (group_size(self.tp_group) if self.sequence_dim is not None else 1)
+        table = self._table(x_BSD, length, positions_BS)
+
+        def rotate(heads_BShd: Tensor) -> Tensor:
+            return self.rope.rotate(heads_BShd, RopeTable(*(part.to(heads_BShd.dtype) for part in table)))
+
+        if isinstance(documents, Tensor):
+            documents = Documents.of(documents, self.cp_group, self.context)
+        mla = self.config.mla
+        if mla is not None:
+            q, k, v = self._latent_heads(mla, x_BSD, self.tp_group, self.sequence_dim, rotate)
+        else:
+            q, k, v = self._heads(x_BSD)
+            # Without a norm before it a rotation is as large as what it would be computed from again.
+            q, k = (again(rotate, t) if isinstance(self.q_norm, HeadNorm) else rotate(t) for t in (q, k))
+        out_BShd = context_attention(q, k, v, self.spec, documents)
+        return self.o(out_BShd.flatten(2))  # type: ignore[no-any-return]
+
+    def _heads(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Own heads of all tokens, [B, S, heads, d]."""
+        config = self.config
+        x_BSD = enter(x_BSD, self.tp_group, self.sequence_dim)
+        # The weights alone: each layer by itself would gather, or sum the gradient, once more.
+        q, k, v = (F.linear(x_BSD, layer.weight, layer.bias) for layer in (self.q, self.k, self.v))
+        if isinstance(self.q_norm, FullNorm) and isinstance(self.k_norm, FullNorm):
+            squares = torch.stack([t.to(wide_dtype(t.dtype)).square().sum(-1) for t in (q, k)], -1)
+            # Each rank goes on with its own heads, so what it says about the sum's gradient is summed too.
+            total = copy_to(sum_over(squares, self.tp_group), self.tp_group)
+            q, k = self.q_norm(q, total[..., :1]), self.k_norm(k, total[..., 1:])
+        if config.clip_qkv is not None:
+            q, k, v = (t.clamp(-config.clip_qkv, config.clip_qkv) for t in (q, k, v))
+        q, k, v = (t.unflatten(-1, (-1, config.head_dim)) for t in (q, k, v))
+        if isinstance(self.q_norm, HeadNorm) and isinstance(self.k_norm, HeadNorm):
+            q, k = again_inside(self.q_norm, q), again_inside(self.k_norm, k)
+        return q, k, v
+
+    def _table(self, x_BSD: Tensor, length: int, positions_BS: Tensor | RopeTable | None) -> RopeTable:
+        if isinstance(positions_BS, RopeTable):
+            table = positions_BS
+        else:
+            if positions_BS is None:
+                cp, rank = group_size(self.cp_group), group_rank(self.cp_group)
+                positions_BS = local_positions(length * cp, cp, rank, self.context).to(x_BSD.device).unsqueeze(0)
+            # Wide, as the projections' dtype, under autocast for one, is not known yet.
+            table = self.rope.table(positions_BS, wide_dtype(x_BSD.dtype))
+        shape = table.cos.shape
+        if len(shape) != 3 or shape[0] not in (1, x_BSD.shape[0]) or shape[1:] != (length, self.rope.dim // 2):
+            raise InputError(
+                f"positions must be [{x_BSD.shape[0]} or 1, {length}], those of the context-parallel rank's tokens "
+                f"before tensor parallelism cuts them; got {tuple(shape[:-1])}, {2 * shape[-1]} wide"
+            )
+        return table
+
+    def extra_repr(self) -> str:
+        tp, cp = group_size(self.tp_group), group_size(self.cp_group)
+        return f"heads={self.config.heads}/{tp}, kv_heads={self.config.kv_heads}, cp={cp} ({self.context})"

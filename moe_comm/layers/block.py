@@ -1,0 +1,123 @@
+"""One layer of a transformer: attention and a feed-forward block, experts or dense, each behind a norm.
+
+    one after the other    x ─┬─ norm ─ attention ─ + ─┬─ norm ─ MoE or dense ─ + ─▶
+                              ╰─────────────────────╯  ╰──────────────────────╯
+
+    parallel               x ─┬─ norm ─┬─ attention ────── + ─ + ─▶
+                              │        ╰─ MoE or dense ────╯   │
+                              ╰────────────────────────────────╯
+
+Between all of these a rank has its own tokens, [B, S / (cp * tp), D].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from moe_comm.dispatch.deferred import connect
+from moe_comm.layers.attention import Attention
+from moe_comm.layers.config import TransformerConfig
+from moe_comm.layers.dense import DenseMLP
+from moe_comm.layers.model_plan import ModelPlan
+from moe_comm.layers.moe import MoELayer
+from moe_comm.layers.norm import RMSNorm
+from moe_comm.layers.recompute import again_inside, run_layer
+from moe_comm.layers.rope import RopeTable
+from moe_comm.layers.sequence import Documents
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """What all layers need to know about a micro-batch's tokens, worked out once.
+
+    rope: sines and cosines of the context-parallel rank's tokens. documents: which attend to each other; None: each
+    row is one. index_BS: places of this rank's tokens in the global micro-batch; None: no layer asks.
+    """
+
+    rope: RopeTable
+    documents: Documents | None = None
+    index_BS: Tensor | None = None
+
+
+class TransformerBlock(nn.Module):
+    """Layer ``layer`` of the model ``config`` on this rank. Weights are unset (NaN); see ``initialize``.
+
+    Args:
+        layer: global id, which decides whether its feed-forward block has experts.
+
+    Attributes:
+        attention_norm, attention. ffn_norm: missing in a parallel block. moe or dense: the other is missing.
+
+    Raises:
+        ConfigError: something does not divide over the plan's ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, layer: int, plan: ModelPlan) -> None:
+        super().__init__()
+        self.layer, self.parallel, self.recompute = layer, config.parallel_block, plan.recompute
+        norm = partial(RMSNorm, config.hidden, config.norm_eps, dtype=plan.dtype, device="meta")
+        self.attention_norm = norm()
+        self.attention = Attention(
+            config.attention, plan.tp_group, plan.cp_group, context=plan.context, dtype=plan.dtype, device="meta"
+        )
+        if not config.parallel_block:
+            self.ffn_norm = norm()
+        self.is_moe = layer not in config.dense_layers
+        if self.is_moe:
+            # A whole layer that is computed again has everything at hand that experts could compute again.
+            again = config.moe.recompute and plan.recompute != "full"
+            self.moe = MoELayer.build(
+                replace(config.moe, recompute=again),
+                plan.expert_group,
+                plan.backend,
+                etp=plan.sizes["etp"],
+                tokens_group=plan.stage_group,
+                sequence_group=plan.sequence_group,
+                seed=0,
+                options=plan.options,
+                dtype=plan.dtype,
+                device="meta",
+                label=f"layers.{layer}.moe",
+            )
+        else:
+            self.dense = DenseMLP(config.hidden, config.dense_ffn, plan.tp_group, dtype=plan.dtype, device="meta")
+        if not plan.is_meta:
+            materialize(self, plan.device)
+            if self.is_moe:
+                self.moe.dispatcher = connect(self.moe.dispatcher, plan.device)
+
+    def forward(self, x_BSD: Tensor, tokens: Tokens) -> Tensor:
+        """[B, S / (cp * tp), D] to the same shape. Collective over all ranks of the pipeline stage."""
+        return run_layer(self.recompute, self._run, x_BSD, tokens)
+
+    def _run(self, x_BSD: Tensor, tokens: Tokens) -> Tensor:
+        y_BSD = again_inside(self.attention_norm, x_BSD)
+        attended_BSD: Tensor = self.attention(y_BSD, tokens.rope, tokens.documents)
+        if self.parallel:
+            return x_BSD + attended_BSD + self._ffn(y_BSD, tokens)
+        x_BSD = x_BSD + attended_BSD
+        return x_BSD + self._ffn(again_inside(self.ffn_norm, x_BSD), tokens)
+
+    def _ffn(self, y_BSD: Tensor, tokens: Tokens) -> Tensor:
+        ffn_BSD: Tensor = self.moe(y_BSD, token_index=tokens.index_BS) if self.is_moe else self.dense(y_BSD)
+        return ffn_BSD
+
+    def extra_repr(self) -> str:
+        return f"layer={self.layer}, parallel={self.parallel}, recompute={self.recompute}"
+
+
+@torch.no_grad()
+def materialize(module: nn.Module, device: torch.device | str) -> None:
+    """Give a module built on the meta device memory on ``device``: parameters NaN until they are set, buffers zero.
+
+    So a model whose weights were never set says so in its first loss.
+    """
+    module.to_empty(device=device)
+    for parameter in module.parameters():
+        parameter.fill_(torch.nan)
+    for buffer in module.buffers():
+        buffer.zero_()

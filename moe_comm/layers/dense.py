@@ -1,0 +1,118 @@
+"""The dense feed-forward block, tensor-parallel: its width F is cut over the ranks.
+
+x, own tokens ──gather──▶ all tokens ──w13 [2F/W, D]──▶ gate | up ──silu(gate) * up──▶ ──w2 [D, F/W]──▶ part of y
+                                                                               ──reduce-scatter──▶ y, own tokens
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from moe_comm.errors import InputError
+from moe_comm.kernels.activations import Activation, SwiGLU, activation_of
+from moe_comm.kernels.swiglu import swiglu
+from moe_comm.layers.collectives import group_size
+from moe_comm.layers.linear import ParallelModule, check_width, enter, leave, part_of, take_part
+from moe_comm.layers.recompute import again
+from moe_comm.topology import Sharding, Split
+
+
+class DenseMLP(ParallelModule):
+    """activation(x @ w13.T) @ w2.T, as in Llama's family with ``swiglu`` (arXiv 2002.05202).
+
+    Args:
+        hidden, ffn: D and F of the whole block.
+        group: the tensor-parallel group; None: one rank holds everything.
+        activation: a name in ``ACTIVATIONS`` or an ``Activation``; w13 has 2F rows if it is gated, else F.
+        sequence_dim: dimension in which tokens are cut over the ranks, going in and coming out; None: every rank has
+            all tokens, and the gradients of what stands outside are complete on every rank (``linear.py``).
+
+    Attributes:
+        w13: [2F / W, D], this rank's gate rows first, then its up rows. w2: [D, F / W].
+
+    Raises:
+        ConfigError: F does not divide by the ranks, or the activation is not known.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        ffn: int,
+        group: ProcessGroup | None = None,
+        activation: str | Activation = "swiglu",
+        *,
+        sequence_dim: int | None = 1,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden, self.ffn, self.group, self.sequence_dim = hidden, ffn, group, sequence_dim
+        self.activation = activation_of(activation)
+        own = part_of(ffn, group, "the width (ffn) of a dense block")
+        width_h = 2 * own if self.activation.gated else own
+        self.w13 = nn.Parameter(torch.empty(width_h, hidden, dtype=dtype, device=device))
+        self.w2 = nn.Parameter(torch.empty(hidden, own, dtype=dtype, device=device))
+        self.reset_parameters()
+
+    @classmethod
+    def from_linears(
+        cls,
+        gate: nn.Linear,
+        up: nn.Linear,
+        down: nn.Linear,
+        group: ProcessGroup | None = None,
+        activation: str | Activation = "swiglu",
+        *,
+        sequence_dim: int | None = 1,
+    ) -> DenseMLP:
+        """This rank's part of a gated block of three linears, which every rank holds alike: copies.
+
+        Raises:
+            InputError: a linear has a bias, or the shapes do not fit. ConfigError: F does not divide by the ranks.
+        """
+        shapes = [tuple(linear.weight.shape) for linear in (gate, up, down)]
+        if shapes[0] != shapes[1] or shapes[2] != shapes[0][::-1]:
+            raise InputError(f"gate and up must be [F, D] and down [D, F]; got {shapes[0]}, {shapes[1]}, {shapes[2]}")
+        if any(linear.bias is not None for linear in (gate, up, down)):
+            raise InputError("DenseMLP has no biases; use ColumnParallelLinear and RowParallelLinear for these linears")
+        width, hidden = shapes[0]
+        block = cls(hidden, width, group, activation, sequence_dim=sequence_dim, device="meta")
+        w13 = torch.cat((gate.weight.detach(), up.weight.detach()))
+        block.w13 = nn.Parameter(take_part(w13, Split(0, "tp", 2), group), gate.weight.requires_grad)
+        block.w2 = nn.Parameter(take_part(down.weight, Split(1, "tp"), group), down.weight.requires_grad)
+        return block
+
+    def reset_parameters(self, std: float = 0.02) -> None:
+        """Normal weights; every rank draws for itself."""
+        for weight in (self.w13, self.w2):
+            nn.init.normal_(weight, std=std)
+
+    def shardings(self) -> dict[str, Sharding]:
+        """How the ranks hold each parameter."""
+        segments = 2 if self.activation.gated else 1
+        return {
+            "w13": Sharding((segments * self.ffn, self.hidden), (Split(0, "tp", segments),)),
+            "w2": Sharding((self.hidden, self.ffn), (Split(1, "tp"),)),
+        }
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """[B, S / W, D] to the same shape (any leading dimensions). Collective.
+
+        Raises:
+            InputError: x has another width. PeerDied, PeerTimeout: a rank is gone or does not come.
+        """
+        check_width(x_BSD, self.hidden, "a dense block")
+        x_BSD = enter(x_BSD, self.group, self.sequence_dim)
+        h_TG = F.linear(x_BSD, self.w13).flatten(0, -2)
+        act_TF = again(swiglu, h_TG) if isinstance(self.activation, SwiGLU) else self.activation.fn(h_TG)
+        y_BSD = F.linear(act_TF, self.w2).view(x_BSD.shape)
+        return leave(y_BSD, self.group, self.sequence_dim)
+
+    def extra_repr(self) -> str:
+        return (
+            f"hidden={self.hidden}, ffn={self.ffn}/{group_size(self.group)}, activation={self.activation.name}, "
+            f"sequence_dim={self.sequence_dim}"
+        )

@@ -1,0 +1,132 @@
+"""A mapping as plain text: who sits where, who shares a group with whom, and over whom each gradient is summed.
+
+8 ranks
+attention   tp 2 x cp 1 x dp 2 x pp 2
+experts     etp 1 x ep 4 x edp 1 x pp 2
+
+pipeline stage 0
+rank    0  1  2  3
+tp      0  1  0  1
+dp      0  0  1  1
+ep      0  1  2  3
+...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moe_comm.topology.parallel import ATTENTION_AXES, EXPERT_AXES, ParallelConfig
+from moe_comm.topology.sharding import Sharding, Split
+
+SMALL = 64
+"""Ranks of the largest world that is shown in full."""
+COLUMNS = 16
+"""Ranks side by side."""
+LISTED = 8
+"""Ranks of a group, and groups of a kind, that are listed where there are more than a line takes."""
+WIDTH = 100
+
+MEANS = {
+    "tp": "share a layer's heads and columns, and the sequence between layers",
+    "cp": "share a sequence",
+    "dp": "hold other sequences",
+    "pp": "hold other layers",
+    "etp": "share an expert",
+    "ep": "share the experts",
+    "edp": "hold copies of the same experts",
+}
+PARAMETERS = (
+    ("cut by tp", "attention, dense FFN, embedding, head", Sharding((1,), (Split(0, "tp"),))),
+    ("replicated", "norms, router, shared expert", Sharding((1,))),
+    ("experts", "cut by ep and etp", Sharding((1, 1), (Split(0, "ep"), Split(1, "etp")), expert=True)),
+)
+
+
+def picture(config: ParallelConfig) -> str:
+    """The mapping as plain text of at most 100 columns (a few more where rank numbers are long).
+
+    Worlds of more than 64 ranks are cut short: the first ranks of the first pipeline stage, the first groups.
+    """
+    parts = [_title(config)]
+    shown = range(config.pp if config.world <= SMALL else 1)
+    parts += [_stage(config, stage) for stage in shown]
+    if config.pp > len(shown):
+        parts.append(f"... {config.pp - 1} more stages like it; stage s starts at rank s * {config.stage}")
+    parts += [_groups(config), _gradients(config)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _title(config: ParallelConfig) -> str:
+    def product(side: Sequence[str]) -> str:
+        return " x ".join(f"{axis} {config.sizes[axis]}" for axis in side)
+
+    ranks = f"{config.world} rank" + "s" * (config.world > 1)
+    return f"{ranks}\nattention   {product(ATTENTION_AXES)}\nexperts     {product(EXPERT_AXES)}"
+
+
+def _stage(config: ParallelConfig, stage: int) -> str:
+    """One line an axis, one column a rank, in blocks of ``COLUMNS`` ranks."""
+    first = stage * config.stage
+    ranks = range(first, first + config.stage)
+    shown = ranks if config.world <= SMALL else ranks[: 2 * COLUMNS]
+    axes = [axis for axis in (*ATTENTION_AXES[:-1], *EXPERT_AXES[:-1]) if config.sizes[axis] > 1]
+    width = len(str(config.world - 1)) + 2
+    lines = [f"pipeline stage {stage}" if config.pp > 1 else "who sits where"]
+    for start in range(0, len(shown), COLUMNS):
+        block = shown[start : start + COLUMNS]
+        places = [config.place(rank) for rank in block]
+        lines += [""] * (start > 0)
+        lines.append("rank  " + "".join(f"{rank:>{width}}" for rank in block))
+        lines += [f"{axis:<6}" + "".join(f"{place[axis]:>{width}}" for place in places) for axis in axes]
+    if len(shown) < len(ranks):
+        lines.append(f"... {len(ranks) - len(shown)} more ranks in this stage")
+    return "\n".join(lines)
+
+
+def _groups(config: ParallelConfig) -> str:
+    axes = [axis for axis in dict.fromkeys((*ATTENTION_AXES, *EXPERT_AXES)) if config.sizes[axis] > 1]
+    if not axes:
+        return "no groups: one rank holds everything"
+    lines = ["groups: ranks that differ on one axis"]
+    lines += [_listed(f"{axis:<5}{config.sizes[axis]:>6}  ", config.groups(axis)) for axis in axes]
+    lines += ["", *(f"{axis:<5}{MEANS[axis]}" for axis in axes)]
+    return "\n".join(lines)
+
+
+def _gradients(config: ParallelConfig) -> str:
+    lines = ["gradients are plain sums over"]
+    for kind, what, sharding in PARAMETERS:
+        over = " x ".join(sharding.sum_axes)
+        groups = config.groups(*sharding.sum_axes)
+        lines.append(f"{kind} ({what})")
+        if len(groups[0]) == 1:
+            lines.append(f"  {over}: no other rank holds the same")
+        else:
+            lines.append(_listed(f"  {over}, {len(groups[0])} ranks: ", groups))
+    if config.pp > 1:
+        ends = [(pipeline[0], pipeline[-1]) for pipeline in config.groups("pp")]
+        lines.append("tied embedding (replicated on the first and last stage)")
+        lines.append(_listed("  also over those two stages: ", ends))
+    return "\n".join(lines)
+
+
+def _listed(head: str, groups: Sequence[tuple[int, ...]]) -> str:
+    """``head`` and as many of ``groups`` as fit the line: 0 1 | 2 3 | ... 6 more"""
+    text = head + _ranks(groups[0])
+    for at, group in enumerate(groups[1:], 1):
+        more = f" | ... {len(groups) - at} more"
+        piece = f" | {_ranks(group)}"
+        if len(text) + len(piece) + (len(more) if at + 1 < len(groups) else 0) > WIDTH:
+            return text + more
+        text += piece
+    return text
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    """0 1 2 3, or where there are many 0-63, or 0 8 16 ... 248."""
+    if len(ranks) <= LISTED:
+        return " ".join(map(str, ranks))
+    if ranks == tuple(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return " ".join(map(str, ranks[:4])) + f" ... {ranks[-1]}"

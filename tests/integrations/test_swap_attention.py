@@ -1,0 +1,239 @@
+"""A model with swapped attention computes what the unswapped one does, on 2 and 4 ranks, and fails clearly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from moe_comm.errors import ConfigError, InputError, UnsupportedModel
+from moe_comm.integrations.hugging_face import sum_replicated_gradients, swap_moe
+from moe_comm.integrations.hugging_face.attention import gather_attention, swap_attention, swapped_attention
+from moe_comm.integrations.hugging_face.sequence import shard_inputs
+from moe_comm.layers.sequence import unshard_sequence
+from moe_comm.topology import FoldedMesh, ParallelConfig
+from tests.integrations.models import VOCAB, assert_close, gradients, load, save_model
+from tests.pool import RankPool
+
+LENGTH = 16
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {},
+    "mixtral_window": {"sliding_window": 5},
+    "qwen3_moe": {},
+    "olmoe": {"clip_qkv": 0.4, "num_attention_heads": 8, "num_key_value_heads": 4},
+    "deepseek_v3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+            "beta_fast": 32,
+            "beta_slow": 1,
+        }
+    },
+    "llama": {"intermediate_size": 40, "attention_bias": True},
+    "qwen3": {
+        "intermediate_size": 40,
+        "head_dim": 8,
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "max_window_layers": 1,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    written: dict[str, str] = {}
+
+    def folder(name: str) -> str:
+        if name not in written:
+            family = name.removesuffix("_window")
+            path: Path = tmp_path_factory.mktemp(name)
+            written[name] = save_model(family, path, num_hidden_layers=2, **FAMILIES[name])
+        return written[name]
+
+    return folder
+
+
+def data(packed: bool = False) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(3, VOCAB, (2, LENGTH), generator=generator)
+    labels = ids.clone()
+    labels[0, :3] = -100
+    if not packed:
+        return {"input_ids": ids, "labels": labels}
+    positions = torch.stack([torch.cat([torch.arange(n) for n in sizes]) for sizes in ((5, 11), (3, 4, 9))])
+    return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+def reference(folder: str, **inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    model = load(folder)
+    answer = model(**inputs, use_cache=False)
+    answer.loss.backward()
+    return answer.logits.detach(), gradients(model)
+
+
+def run(rank: int, world: int, arg: tuple[str, list[tuple[int, int, str]], bool]) -> list[Any]:
+    """Whole logits and whole gradients by mapping."""
+    folder, mappings, packed = arg
+    return [spread(folder, tp, cp, context, packed) for tp, cp, context in mappings]
+
+
+def spread(folder: str, tp: int, cp: int, context: Any, packed: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    # The pool has four ranks; a mapping of two runs twice side by side.
+    mesh = FoldedMesh(ParallelConfig(tp=tp, cp=cp, dp=4 // (tp * cp)))
+    tp_group, cp_group = mesh.group("tp"), mesh.group("cp")
+    model = swap_attention(load(folder), tp_group, cp_group, context=context)
+    answer = model(**shard_inputs(**data(packed), cp_group=cp_group, context=context))
+    answer.loss.backward()
+    if cp_group is not None:
+        sum_replicated_gradients(model, cp_group)
+    parts: list[Any] = [None] * 4
+    dist.all_gather_object(parts, (answer.logits.detach(), gradients(model)))
+    logits = unshard_sequence([parts[at * tp][0] for at in range(cp)], context)
+    held = {f"{n}.{k}": s for n, m in swapped_attention(model).items() for k, s in m.held.items()}
+    whole = {}
+    for name, value in parts[0][1].items():
+        if name in held and held[name].splits:
+            whole[name] = torch.zeros(held[name].shape)
+            for rank in range(tp):
+                for box in held[name].boxes({"tp": rank}, {"tp": tp}):
+                    whole[name][box.whole] = parts[rank][1][name][box.local]
+        else:
+            # Complete on every rank, so nothing is left to sum.
+            for rank in range(tp * cp):
+                assert_close(parts[rank][1][name], value, f"{name} on rank {rank}")
+            whole[name] = value
+    return logits, whole
+
+
+def compare(results: list[Any], expected: tuple[Tensor, dict[str, Tensor]], what: str) -> None:
+    for logits, grads in results:
+        assert_close(logits, expected[0], f"{what}: logits", 2e-5)
+        assert grads.keys() == expected[1].keys()
+        for name, value in expected[1].items():
+            assert_close(grads[name], value, f"{what}: {name}", 5e-5)
+
+
+MAPPINGS = [(2, 1, "ulysses"), (1, 2, "ulysses"), (1, 2, "ring"), (2, 2, "ring"), (1, 4, "ring"), (2, 2, "ulysses")]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_all_gradients_equal_those_of_the_unswapped_model(
+    family: str, folders: Callable[[str], str], pool4: RankPool
+) -> None:
+    folder = folders(family)
+    compare(pool4.run(run, (folder, MAPPINGS, False))[0], reference(folder, **data()), family)
+
+
+@pytest.mark.parametrize("family", ["mixtral_window", "deepseek_v3"])
+def test_positions_that_start_again_begin_a_new_document(
+    family: str, folders: Callable[[str], str], pool4: RankPool
+) -> None:
+    folder = folders(family)
+    mappings = [(1, 2, "ulysses"), (2, 2, "ring"), (1, 4, "ring")]
+    expected = reference(folder, **data(packed=True))
+    assert not torch.allclose(expected[0], reference(folder, **data())[0], rtol=1e-2)
+    compare(pool4.run(run, (folder, mappings, True))[0], expected, family)
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_padding_is_not_attended_to(left: bool, folders: Callable[[str], str]) -> None:
+    inputs = data()
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[0, : 4 if left else None] = 0 if left else 1
+    mask[1, -5 if not left else LENGTH :] = 0
+    expected = load(folders("qwen3_moe"))(**inputs, attention_mask=mask, use_cache=False).logits
+    got = swap_attention(load(folders("qwen3_moe")))(**inputs, attention_mask=mask).logits
+    seen = mask.bool()
+    assert_close(got[seen], expected[seen], "logits of tokens that are not padding")
+
+
+def swap_both(rank: int, world: int, folder: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Attention in a ring of four ranks and experts over the same; every rank its own tokens."""
+    mesh = FoldedMesh(ParallelConfig(cp=4))
+    group = mesh.group("cp")
+    model = swap_moe(swap_attention(load(folder), cp_group=group, context="ring"), group)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    answer = model(**shard_inputs(**data(), cp_group=group, context="ring"))
+    answer.loss.backward()
+    sum_replicated_gradients(model, group)
+    return answer.logits.detach(), {n: g for n, g in gradients(model).items() if ".experts." not in n}
+
+
+def test_swapped_beside_swap_moe_and_with_gradient_checkpointing(
+    folders: Callable[[str], str], pool4: RankPool
+) -> None:
+    folder = folders("qwen3_moe")
+    results = pool4.run(swap_both, folder)
+    logits, grads = reference(folder, **data())
+    whole = unshard_sequence([part for part, _ in results], "ring")
+    compare([(whole, results[0][1])], (logits, {n: g for n, g in grads.items() if ".experts." not in n}), "both")
+
+
+def gather(rank: int, world: int, folder: str) -> dict[str, Tensor]:
+    mesh = FoldedMesh(ParallelConfig(tp=2, dp=2))
+    model = swap_attention(load(folder), mesh.group("tp"))
+    with torch.no_grad():
+        for module in swapped_attention(model).values():
+            module.o_proj.weight.zero_()
+    with pytest.raises(ConfigError, match="this rank's heads only"):
+        model.save_pretrained("nowhere")
+    model.load_state_dict(load(folder).state_dict())  # full weights load: each rank takes its part
+    return {**model.state_dict(), **gather_attention(model)}
+
+
+@pytest.mark.parametrize("family", ["olmoe", "deepseek_v3"])
+def test_full_weights_load_and_are_gathered_under_the_model_s_names(
+    family: str, folders: Callable[[str], str], pool4: RankPool
+) -> None:
+    expected = load(folders(family)).state_dict()
+    for got in pool4.run(gather, folders(family)):
+        assert got.keys() == expected.keys()
+        assert all(torch.equal(got[name], value) for name, value in expected.items())
+
+
+def test_generation_without_a_cache_is_the_unswapped_model_s_and_with_one_is_refused(
+    folders: Callable[[str], str],
+) -> None:
+    folder, prompt = folders("mixtral_window"), data()["input_ids"][:, :6]
+    mask = torch.ones_like(prompt)
+    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+    expected = load(folder).generate(prompt, **how)
+    model = swap_attention(load(folder))
+    assert torch.equal(model.generate(prompt, use_cache=False, **how), expected)
+    with pytest.raises(InputError, match="use_cache=False"):
+        model.generate(prompt, **how)
+
+
+def test_what_cannot_be_swapped_is_refused_and_left_alone(folders: Callable[[str], str], tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="GptOssAttention"):
+        swap_attention(load(save_model("gpt_oss", tmp_path)))
+    with pytest.raises(UnsupportedModel, match="no decoder"):
+        swap_attention(nn.Linear(2, 2))
+    model = load(folders("mixtral"), attention_dropout=0.1)
+    before = model.model.layers[0].self_attn
+    with pytest.raises(UnsupportedModel, match="attention_dropout"):
+        swap_attention(model)
+    assert model.model.layers[0].self_attn is before
+    swapped = swap_attention(load(folders("mixtral")))
+    with pytest.raises(ConfigError, match="already swapped"):
+        swap_attention(swapped)
+    with pytest.raises(InputError, match="attention_mask must be"):
+        swapped(data()["input_ids"], attention_mask=torch.ones(2, 1, LENGTH, LENGTH))
+
+
+def test_one_rank_shares_the_parameters_of_the_model(folders: Callable[[str], str]) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folders("deepseek_v3")))
+    before = dict(model.named_parameters())
+    assert all(before[name] is p for name, p in swap_attention(model).named_parameters())

@@ -1,0 +1,284 @@
+"""Attention over tp, cp and both computes what one process does with an explicit mask: output and all gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from moe_comm.layers.attention import Attention
+from moe_comm.layers.config import AttentionConfig, MLAConfig, RopeConfig, Yarn
+from moe_comm.layers.sequence import Documents, shard_sequence, unshard_sequence
+from moe_comm.topology import FoldedMesh, ParallelConfig, Sharding
+from tests.pool import RankPool
+
+BATCH, LENGTH, HIDDEN = 2, 16, 12
+
+
+@pytest.fixture(scope="module")
+def pool2() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def pool4() -> Iterator[RankPool]:
+    with RankPool(4) as pool:
+        yield pool
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer, what it is fed, and how it is spread."""
+
+    config: AttentionConfig
+    tp: int = 1
+    cp: int = 1
+    context: str = "ulysses"
+    documents: tuple[tuple[int, ...], ...] | None = None
+    restart: bool = False
+    sequence_parallel: bool = True
+    recompute: bool = False
+    dtype: torch.dtype = torch.float64
+    seed: int = field(default=0)
+
+
+def gqa(**changes: Any) -> AttentionConfig:
+    return replace(AttentionConfig(hidden=HIDDEN, heads=8, kv_heads=4, head_dim=6), **changes)
+
+
+LATENT = gqa(
+    mla=MLAConfig(q_rank=10, kv_rank=6, nope_dim=4, rope_dim=2, v_dim=4),
+    rope=RopeConfig(interleaved=True, yarn=Yarn(4.0, 8, mscale=1.0, mscale_all_dim=1.0)),
+    kv_heads=8,
+)
+PACKED = ((3, 1, 7, 5), (16,))
+
+VARIANTS = {
+    "grouped": gqa(),
+    "one_kv_head": gqa(kv_heads=2),
+    "head_norm": gqa(qk_norm="head", bias=True, out_bias=True),
+    "full_norm_clipped": gqa(qk_norm="full", clip_qkv=0.3),
+    "window": gqa(window=5),
+    "latent": LATENT,
+    "latent_direct_queries": replace(LATENT, mla=MLAConfig(None, 6, 4, 2, v_dim=4), bias=True),
+}
+
+
+def weights(config: AttentionConfig, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Of the whole layer, none of them zero or one."""
+    generator = torch.Generator().manual_seed(3)
+    return {
+        name: (torch.randn(p.shape, generator=generator, dtype=torch.float64) * 0.4 + ("norm" in name)).to(dtype)
+        for name, p in Attention(config).named_parameters()
+    }
+
+
+def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """x, the output's gradient, document ids and positions, of the whole sequence."""
+    generator = torch.Generator().manual_seed(4)
+    x, grad = (torch.randn(BATCH, LENGTH, HIDDEN, generator=generator, dtype=torch.float64) for _ in range(2))
+    if case.documents is None:
+        return x, grad, None, None
+    ids = torch.stack([torch.repeat_interleave(torch.arange(len(n)), torch.tensor(n)) for n in case.documents])
+    return x, grad, ids, Documents(ids).positions_BS if case.restart else None
+
+
+def reference(case: Case) -> tuple[Tensor, dict[str, Tensor]]:
+    """Plain float64, an explicit mask, no parallelism and none of the layer's own arithmetic but its RoPE."""
+    config = case.config
+    w = {name: value.double().requires_grad_() for name, value in weights(config, case.dtype).items()}
+    x, grad, ids, positions = inputs(case)
+    x.requires_grad_()
+    layer = Attention(config)
+    table = layer.rope.table(torch.arange(LENGTH)[None] if positions is None else positions, torch.float64)
+
+    def linear(name: str, value: Tensor) -> Tensor:
+        return nn.functional.linear(value, w[f"{name}.weight"], w.get(f"{name}.bias"))
+
+    def norm(name: str, value: Tensor) -> Tensor:
+        return value / (value.square().mean(-1, keepdim=True) + config.norm_eps).sqrt() * w[f"{name}.weight"]
+
+    mla = config.mla
+    if mla is not None:
+        q = linear("q", x) if mla.q_rank is None else linear("q_b", norm("q_a_norm", linear("q_a", x)))
+        q = q.unflatten(-1, (config.heads, -1))
+        latent, key = linear("kv_a", x).split([mla.kv_rank, mla.rope_dim], -1)
+        kv = linear("kv_b", norm("kv_a_norm", latent)).unflatten(-1, (config.heads, -1))
+        key = layer.rope.rotate(key.unsqueeze(2), table).expand(-1, -1, config.heads, -1)
+        q = torch.cat([q[..., : mla.nope_dim], layer.rope.rotate(q[..., mla.nope_dim :], table)], -1)
+        k, v = torch.cat([kv[..., : mla.nope_dim], key], -1), kv[..., mla.nope_dim :]
+    else:
+        q, k, v = (linear(name, x) for name in "qkv")
+        if config.qk_norm == "full":
+            q, k = norm("q_norm", q), norm("k_norm", k)
+        if config.clip_qkv is not None:
+            q, k, v = (t.clamp(-config.clip_qkv, config.clip_qkv) for t in (q, k, v))
+        q, k, v = (t.unflatten(-1, (-1, config.head_dim)) for t in (q, k, v))
+        if config.qk_norm == "head":
+            q, k = norm("q_norm", q), norm("k_norm", k)
+        q, k = layer.rope.rotate(q, table), layer.rope.rotate(k, table)
+        k, v = (t.repeat_interleave(config.heads // config.kv_heads, 2) for t in (k, v))
+    ahead = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    allowed = (ahead >= 0) & (ahead < (config.window or LENGTH))
+    if ids is not None:
+        allowed = allowed & (ids[:, :, None] == ids[:, None, :])[:, None]
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * layer.spec.scale
+    out = torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~allowed, -torch.inf).softmax(-1), v)
+    y = linear("o", out.flatten(2))
+    y.backward(grad)
+    grads = {name: value.grad for name, value in w.items()}
+    return y.detach(), {"x": x.grad, **grads}  # type: ignore[dict-item]
+
+
+def shardings(layer: Attention) -> dict[str, Sharding]:
+    found = {name: Sharding(tuple(p.shape)) for name, p in layer.named_parameters()}
+    for prefix, module in layer.named_modules():
+        if hasattr(module, "shardings"):
+            found.update({f"{prefix}.{name}": sharding for name, sharding in module.shardings().items()})
+    return found
+
+
+def run(rank: int, world: int, cases: list[Case]) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    return [run_one(case, FoldedMesh(ParallelConfig(tp=case.tp, cp=case.cp))) for case in cases]
+
+
+def run_one(case: Case, mesh: FoldedMesh) -> tuple[Tensor, dict[str, Tensor]]:
+    """The whole output and whole gradients, put together from the ranks' parts by the layer's own shardings."""
+    tp_group, cp_group = mesh.group("tp"), mesh.group("cp")
+    tp, cp = mesh.place["tp"], mesh.place["cp"]
+    layer = Attention(
+        case.config,
+        tp_group,
+        cp_group,
+        context=case.context,  # type: ignore[arg-type]
+        sequence_parallel=case.sequence_parallel,
+        dtype=case.dtype,
+    )
+    held = shardings(layer)
+    whole = weights(case.config, case.dtype)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.copy_(held[name].take(whole[name], mesh.place, mesh.sizes))
+
+    def own(t: Tensor) -> Tensor:
+        t = shard_sequence(t, case.cp, cp, case.context)  # type: ignore[arg-type]
+        return t.chunk(case.tp, 1)[tp] if case.sequence_parallel else t
+
+    x_whole, grad, ids, positions = inputs(case)
+    x = own(x_whole).to(case.dtype).requires_grad_()
+    local_ids, local_positions = (
+        None if t is None else shard_sequence(t, case.cp, cp, case.context)  # type: ignore[arg-type]
+        for t in (ids, positions)
+    )
+    documents = None if local_ids is None else Documents.of(local_ids, cp_group, case.context)  # type: ignore[arg-type]
+    if case.recompute:
+        y = checkpoint(layer, x, local_positions, documents, use_reentrant=False)
+    else:
+        y = layer(x, local_positions, documents)
+    y.backward(own(grad).to(case.dtype))
+    parts: list[Any] = [None] * (case.tp * case.cp)
+    mine = (y.detach(), {"x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}})
+    if case.tp * case.cp == 1:
+        parts = [mine]
+    else:
+        dist.all_gather_object(parts, mine)
+    return whole_of([p[0] for p in parts], case), gather_grads([p[1] for p in parts], case, held, mesh)
+
+
+def whole_of(parts: list[Tensor], case: Case) -> Tensor:
+    """The whole sequence from the ranks' parts, tp fastest."""
+    rows = [parts[at : at + case.tp] for at in range(0, len(parts), case.tp)]
+    if not case.sequence_parallel:
+        assert all(torch.equal(row[0], part) for row in rows for part in row)
+    local = [torch.cat(row, 1) if case.sequence_parallel else row[0] for row in rows]
+    return unshard_sequence(local, case.context)  # type: ignore[arg-type]
+
+
+def gather_grads(
+    parts: list[dict[str, Tensor]], case: Case, held: dict[str, Sharding], mesh: FoldedMesh
+) -> dict[str, Tensor]:
+    """Plain sums over the ranks, except over tp where the tokens were replicated: there they are complete."""
+    found = {"x": whole_of([part["x"] for part in parts], case)}
+    for name, sharding in held.items():
+        total = torch.zeros(sharding.shape, dtype=parts[0][name].dtype)
+        replicated = not case.sequence_parallel and not sharding.splits
+        for rank, part in enumerate(parts):
+            place = mesh.config.place(rank)
+            if replicated and place["tp"]:
+                same = parts[rank - place["tp"]][name]
+                torch.testing.assert_close(part[name], same, rtol=0, atol=0)
+                continue
+            for box in sharding.boxes(place, mesh.sizes):
+                total[box.whole] += part[name][box.local]
+        found[name] = total
+    return found
+
+
+def check(results: list[Any], cases: list[Case], rtol: float = 1e-9) -> None:
+    for index, case in enumerate(cases):
+        y, grads = reference(case)
+        got_y, got_grads = results[index]
+        assert got_grads.keys() == grads.keys()
+        for name, expected in {"y": y, **grads}.items():
+            got = got_y if name == "y" else got_grads[name]
+            error = float((got - expected).abs().max() / expected.abs().max())
+            assert error < rtol, f"{case}: {name} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_one_rank_equals_the_plain_reference(variant: str) -> None:
+    mesh = FoldedMesh(ParallelConfig())
+    cases = [Case(VARIANTS[variant]), Case(VARIANTS[variant], documents=PACKED, restart=True)]
+    check([run_one(case, mesh) for case in cases], cases)
+
+
+def spread(variant: str, **how: Any) -> list[Case]:
+    config = VARIANTS[variant]
+    return [Case(config, **how), Case(config, documents=PACKED, restart=variant == "latent", **how)]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_two_ranks_equal_the_plain_reference(variant: str, pool2: RankPool) -> None:
+    cases = [
+        *spread(variant, tp=2),
+        Case(VARIANTS[variant], tp=2, sequence_parallel=False),
+        *spread(variant, cp=2),
+        *spread(variant, cp=2, context="ring"),
+    ]
+    check(pool2.run(run, cases)[0], cases)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_four_ranks_equal_the_plain_reference(variant: str, pool4: RankPool) -> None:
+    cases = [
+        *spread(variant, tp=2, cp=2),
+        *spread(variant, tp=2, cp=2, context="ring"),
+        *spread(variant, cp=4, context="ring"),
+        Case(VARIANTS[variant], cp=4),
+        Case(VARIANTS[variant], tp=2, cp=2, context="ring", sequence_parallel=False),
+    ]
+    check(pool4.run(run, cases)[0], cases)
+
+
+def test_recomputation_runs_the_exchanges_again_and_gives_the_same_gradients(pool4: RankPool) -> None:
+    how: dict[str, Any] = {"tp": 2, "cp": 2, "documents": PACKED, "recompute": True}
+    cases = [Case(VARIANTS["full_norm_clipped"], context=context, **how) for context in ("ulysses", "ring")]
+    check(pool4.run(run, cases)[0], cases)
+
+
+def test_bf16_stays_close_to_float64(pool4: RankPool) -> None:
+    cases = [
+        Case(VARIANTS[variant], tp=2, cp=2, context=context, dtype=torch.bfloat16)
+        for variant in ("grouped", "latent", "window")
+        for context in ("ulysses", "ring")
+    ]
+    results = pool4.run(run, cases)[0]
+    assert all(y.dtype == torch.bfloat16 for y, _ in results)
+    check(results, cases, rtol=0.08)

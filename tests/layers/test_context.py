@@ -1,0 +1,266 @@
+"""Layouts of the sequence, documents, and attention in pieces: what is computed, by whom, and that it is right."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from moe_comm.errors import ConfigError, InputError, PeerDied
+from moe_comm.layers import pieces, sequence
+from moe_comm.layers.attention import Attention
+from moe_comm.layers.config import AttentionConfig, Context, MLAConfig
+from moe_comm.layers.context import ContextSpec, check_heads, context_attention, local_attention
+from moe_comm.layers.ring import RingSpec
+from moe_comm.layers.sequence import Documents, local_positions, shard_sequence, unshard_sequence, zigzag_positions
+from tests.pool import RankPool
+
+
+@pytest.fixture(scope="module")
+def pool4() -> Iterator[RankPool]:
+    with RankPool(4) as pool:
+        yield pool
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks and groups of a few tokens, so that short sequences have many."""
+    monkeypatch.setattr(sequence, "GROUP_TOKENS", 6)
+    monkeypatch.setattr(pieces, "BLOCK_MIN", 4)
+
+
+# --- layouts ---
+
+
+def test_zigzag_gives_every_rank_a_chunk_from_either_end() -> None:
+    assert [zigzag_positions(8, 2, rank).tolist() for rank in range(2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert zigzag_positions(3, 1, 0).tolist() == [0, 1, 2]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    cp=st.integers(1, 5), chunk=st.integers(1, 3), context=st.sampled_from(["ulysses", "ring"]), dim=st.integers(0, 2)
+)
+def test_sharding_a_sequence_has_an_inverse_and_follows_the_positions(
+    cp: int, chunk: int, context: Any, dim: int
+) -> None:
+    length = 2 * cp * chunk
+    whole = torch.arange(3 * length * 2).view(3, length, 2).movedim(1, dim)
+    parts = [shard_sequence(whole, cp, rank, context, dim) for rank in range(cp)]
+    assert torch.equal(unshard_sequence(parts, context, dim), whole)
+    for rank, part in enumerate(parts):
+        assert torch.equal(part, whole.index_select(dim, local_positions(length, cp, rank, context)))
+
+
+def test_what_cannot_be_cut_is_refused_with_both_numbers() -> None:
+    with pytest.raises(InputError, match="10 tokens cannot be cut into 4 equal pieces"):
+        zigzag_positions(10, 2, 0)
+    with pytest.raises(InputError, match="9 tokens cannot be cut into 2 equal pieces"):
+        local_positions(9, 2, 0, "ulysses")
+    with pytest.raises(ConfigError, match="6 heads of a rank do not divide by cp 4"):
+        check_heads(6, 3, 4, "ulysses")
+    check_heads(6, 3, 4, "ring")
+    with pytest.raises(ConfigError, match="ulysses, ring"):
+        check_heads(6, 3, 2, "rings")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="rank 2 is outside"):
+        zigzag_positions(8, 2, 2)
+
+
+def test_documents_are_runs_of_equal_ids(small_blocks: None) -> None:
+    documents = Documents(torch.tensor([[5, 5, 5, 5, 5, 5, 5, 2, 2, 5], [0, 0, 1, 1, 1, 2, 3, 3, 3, 3]]))
+    assert documents.runs_BS[0].tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 1, 2]
+    assert documents.positions_BS.tolist() == [[0, 1, 2, 3, 4, 5, 6, 0, 1, 0], [0, 1, 0, 1, 2, 0, 0, 1, 2, 3]]
+    row0, row1 = slice(0, 1), slice(1, 2)
+    # A long one alone and without a mask; short ones together as far as they fit into 6 tokens.
+    assert documents.groups == [(row0, 0, 7, False), (row0, 7, 10, True), (row1, 0, 6, True), (row1, 6, 10, False)]
+
+
+def test_bad_documents_and_positions_are_refused() -> None:
+    with pytest.raises(InputError, match="must be integers"):
+        Documents.of(torch.zeros(2, 3))
+    layer = Attention(AttentionConfig(8, 2, 2, 4))
+    x = torch.zeros(2, 6, 8)
+    with pytest.raises(InputError, match="the whole sequence is"):
+        layer(x, None, torch.zeros(2, 5, dtype=torch.long))
+    with pytest.raises(InputError, match=r"positions must be \[2 or 1, 6\]"):
+        layer(x, torch.arange(5)[None])
+    with pytest.raises(InputError, match=r"takes \[B, S, 8\]"):
+        layer(x[..., :4])
+    with pytest.raises(ConfigError, match="qk_norm must be 'none'"):
+        Attention(AttentionConfig(8, 2, 2, 4, qk_norm="head", mla=MLAConfig(None, 4, 4, 2, 4)))
+
+
+# --- pieces ---
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, documents: Documents | None) -> Tensor:
+    """By a mask of S x S."""
+    ahead = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
+    may = (ahead >= 0) & (ahead < (window or q.shape[1]))
+    if documents is not None:
+        may = may & (documents.whole_BS[:, :, None] == documents.whole_BS[:, None])[:, None]
+    k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], 2) for t in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~may, -torch.inf).softmax(-1), v)
+
+
+def draw(length: int, heads: tuple[int, int], v_width: int, packed: bool) -> tuple[list[Tensor], Tensor, Any]:
+    generator = torch.Generator().manual_seed(length + v_width)
+    shapes = ((heads[0], 8), (heads[1], 8), (heads[1], v_width), (heads[0], v_width))
+    q, k, v, grad = (torch.randn(2, length, *s, dtype=torch.float64, generator=generator) for s in shapes)
+    ids = (torch.rand(2, length, generator=generator) < 0.2).long().cumsum(1)
+    return [t.requires_grad_() for t in (q, k, v)], grad, Documents(ids) if packed else None
+
+
+def assert_same(got: Tensor, expected: Tensor, qkv: list[Tensor], grad: Tensor) -> None:
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+    for mine, theirs in zip(torch.autograd.grad(got, qkv, grad), torch.autograd.grad(expected, qkv, grad), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("kernel", ["cpu flash", "plain"])
+@pytest.mark.parametrize("v_width", [4, 8, 12])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 3, 7, 100])
+def test_pieces_add_up_to_attention_under_a_mask(
+    window: int | None,
+    packed: bool,
+    v_width: int,
+    kernel: str,
+    small_blocks: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pieces, "_kernel", lambda *_: kernel)
+    for heads in ((4, 2), (3, 3)):
+        qkv, grad, documents = draw(24, heads, v_width, packed)
+        got = local_attention(qkv[0], qkv[1], qkv[2], 0.3, window, documents)
+        assert_same(got, dense(qkv[0], qkv[1], qkv[2], 0.3, window, documents), qkv, grad)
+
+
+def test_plain_causal_attention_takes_the_flash_path_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+    original = F.scaled_dot_product_attention
+
+    def spy(*args: Any, **kwargs: Any) -> Tensor:
+        seen.append(kwargs)
+        out = original(*args, **kwargs)
+        seen[-1]["by"] = type(out.grad_fn).__name__
+        return out
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    for heads, v_width in (((4, 2), 8), ((3, 3), 4)):
+        qkv, _, _ = draw(16, heads, v_width, False)
+        local_attention(qkv[0], qkv[1], qkv[2], 0.3, None, None)
+        assert "FlashAttention" in seen[-1]["by"]
+        assert seen[-1]["is_causal"] and seen[-1].get("attn_mask") is None
+
+
+def area(found: list[pieces.Piece]) -> int:
+    def size(s: slice) -> int:
+        return int(s.stop - s.start)
+
+    return sum(size(p.rows) * size(p.queries) * size(p.keys) for p in found)
+
+
+def test_windows_and_documents_cost_what_they_attend_to() -> None:
+    length = 8192
+    q = torch.empty(1, 1, length, 8, device="meta")
+    windowed = RingSpec(None, 1.0, window=256).pieces(q, 0)
+    assert area(windowed) <= 2 * 256 * length
+    masks = {id(p.may_BQK): p.may_BQK for p in windowed if p.may_BQK is not None}
+    assert sum(mask.numel() for mask in masks.values()) <= 4 * 512 * 256  # one for all blocks but the first
+    ids = (torch.arange(length) // 1024)[None]
+    packed = RingSpec(None, 1.0, documents=Documents(ids)).pieces(q, 0)
+    assert area(packed) == 8 * 1024 * 1024 and all(p.may_BQK is None for p in packed)
+
+
+def test_every_rank_of_a_ring_has_the_same_work_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    cp, chunk = 4, 3
+    q = torch.empty(2, 1, 2 * chunk, 8)
+    monkeypatch.setattr("moe_comm.layers.ring.group_size", lambda group: cp)
+    work = []
+    for rank in range(cp):
+        monkeypatch.setattr("moe_comm.layers.ring.group_rank", lambda group, rank=rank: rank)
+        work.append([area(RingSpec(None, 1.0).pieces(q, (rank - step) % cp)) for step in range(cp)])
+    assert work == [[2 * 3 * chunk**2] + [2 * 2 * chunk**2] * (cp - 1)] * cp
+
+
+# --- over ranks ---
+
+
+def ring_of_small_blocks(rank: int, world: int, arg: Any) -> None:
+    sequence.GROUP_TOKENS, pieces.BLOCK_MIN = 6, 4
+    group: Any = dist.group
+    contexts: tuple[Context, ...] = ("ulysses", "ring")
+    for context in contexts:
+        for window in (None, 3):
+            for packed in (False, True):
+                for heads in ((4, 2), (12, 6)):
+                    qkv, grad, documents = draw(32, heads, 4, packed)
+                    spec = ContextSpec(group.WORLD, context, 0.3, window)
+                    own = [shard_sequence(t, world, rank, context).detach().requires_grad_() for t in qkv]
+                    if documents is not None:
+                        ids = shard_sequence(documents.whole_BS, world, rank, context)
+                        documents = Documents.of(ids, group.WORLD, context)
+                    expected = dense(qkv[0], qkv[1], qkv[2], 0.3, window, documents)
+                    out = context_attention(own[0], own[1], own[2], spec, documents)
+                    out.backward(shard_sequence(grad, world, rank, context))
+                    wanted = [expected, *torch.autograd.grad(expected, qkv, grad)]
+                    for got, whole in zip([out, *(t.grad for t in own)], wanted, strict=True):
+                        part = shard_sequence(whole, world, rank, context)
+                        torch.testing.assert_close(got, part, rtol=0, atol=1e-11)
+
+
+def test_four_ranks_with_many_blocks_equal_attention_under_a_mask(pool4: RankPool) -> None:
+    pool4.run(ring_of_small_blocks)
+
+
+def split_backward(rank: int, world: int, context: Any) -> None:
+    """The two halves of backward that zero-bubble schedules run apart."""
+    group: Any = dist.group
+    torch.manual_seed(0)
+    config = AttentionConfig(8, 4, 4, 4, qk_norm="head", window=5)
+    layer = Attention(config, cp_group=group.WORLD, context=context, dtype=torch.float64)
+    x = torch.randn(2, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    ids = torch.tensor([[0, 0, 0, 0], [0, 1, 1, 1]])
+    y = layer(x * 1.0, None, ids)
+    y.backward(torch.ones_like(y))
+    expected = {"x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
+    x.grad = None
+    layer.zero_grad()
+    y = layer(x * 1.0, None, ids)
+    (dx,), groups = stage_backward_input([y], [torch.ones_like(y)], [x], iter(layer.parameters()))
+    torch.testing.assert_close(dx, expected["x"], rtol=0, atol=1e-12)
+    stage_backward_weight(iter(layer.parameters()), groups)
+    for name, p in layer.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("context", ["ulysses", "ring"])
+def test_backward_in_two_halves_gives_the_same_gradients(context: str, pool4: RankPool) -> None:
+    pool4.run(split_backward, context)
+
+
+def lose_a_rank(rank: int, world: int, arg: Any) -> str:
+    group: Any = dist.group
+    layer = Attention(AttentionConfig(8, 4, 4, 4), cp_group=group.WORLD, context="ring")
+    y = layer(torch.ones(1, 4, 8))
+    if rank == 2:
+        os._exit(1)
+    with pytest.raises(PeerDied) as caught:
+        y.sum().backward()
+    return str(caught.value)
+
+
+def test_a_rank_that_dies_in_the_ring_is_an_error_on_all_others(pool4: RankPool) -> None:
+    messages = pool4.run(lose_a_rank, expect_dead={2})
+    assert all("ring attention" in message for rank, message in enumerate(messages) if rank != 2)

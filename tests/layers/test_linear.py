@@ -1,0 +1,275 @@
+"""Tensor-parallel linears, the dense block and RMSNorm against plain torch on whole weights in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from moe_comm.errors import ConfigError, InputError
+from moe_comm.layers.collectives import sum_values
+from moe_comm.layers.dense import DenseMLP
+from moe_comm.layers.linear import ColumnParallelLinear, RowParallelLinear, enter
+from moe_comm.layers.norm import RMSNorm
+from moe_comm.topology import Sharding
+from tests.layers.reference import draw, silu_glu
+from tests.pool import RankPool
+
+BATCH, SEQUENCE, HIDDEN, WIDTH = 2, 8, 12, 16
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str
+    sequence_dim: int | None
+    recompute: bool = False
+
+
+KINDS = ("linears", "segments", "dense", "geglu", "from_linears")
+
+
+@pytest.fixture(scope="module")
+def pool2() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def pool4() -> Iterator[RankPool]:
+    with RankPool(4) as pool:
+        yield pool
+
+
+class Block(nn.Module):
+    """norm, columns, activation, rows: both kinds of linear with bias, and replicated weights around them."""
+
+    def __init__(self, norm: nn.Module, columns: nn.Module, rows: nn.Module, gated: bool) -> None:
+        super().__init__()
+        self.norm, self.columns, self.rows, self.gated = norm, columns, rows, gated
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.columns(self.norm(x))
+        y: Tensor = x + self.rows(silu_glu(h) if self.gated else torch.tanh(h))
+        return y
+
+
+class Dense(nn.Module):
+    """The dense block in the plainest way."""
+
+    def __init__(self, act: Any) -> None:
+        super().__init__()
+        self.act = act
+        self.w13 = nn.Parameter(draw(2 * WIDTH, HIDDEN, seed=5, dtype=torch.float64))
+        self.w2 = nn.Parameter(draw(HIDDEN, WIDTH, seed=6, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = (x @ self.w13.t()).chunk(2, -1)
+        return (self.act(gate) * up) @ self.w2.t()
+
+
+def whole(kind: str) -> nn.Module:
+    """The unsharded model."""
+    if kind in ("linears", "segments"):
+        gated = kind == "segments"
+        columns, rows = nn.Linear(HIDDEN, WIDTH * (1 + gated)), nn.Linear(WIDTH, HIDDEN)
+        model: nn.Module = Block(RMSNorm(HIDDEN), columns, rows, gated).double()
+    else:
+        model = Dense(F.gelu if kind == "geglu" else F.silu)
+    with torch.no_grad():
+        for i, parameter in enumerate(model.parameters()):
+            parameter.copy_(draw(*parameter.shape, seed=10 + i, dtype=torch.float64))
+    return model
+
+
+def cut(case: Case, rank: int, world: int, group: Any) -> tuple[nn.Module, dict[str, Sharding]]:
+    """This rank's part, and how its parameters are held."""
+    full: Any = whole(case.kind)
+    dim = case.sequence_dim
+    if case.kind in ("linears", "segments"):
+        columns = ColumnParallelLinear.from_linear(
+            full.columns, group, sequence_dim=dim, segments=2 if case.kind == "segments" else 1
+        )
+        rows = RowParallelLinear.from_linear(full.rows, group, sequence_dim=dim)
+        model: nn.Module = Block(full.norm, columns, rows, full.gated)
+    elif case.kind == "from_linears":
+        gate, up, down = (nn.Linear(*shape, bias=False).double() for shape in [(HIDDEN, WIDTH)] * 2 + [(WIDTH, HIDDEN)])
+        with torch.no_grad():
+            gate.weight.copy_(full.w13[:WIDTH])
+            up.weight.copy_(full.w13[WIDTH:])
+            down.weight.copy_(full.w2)
+        model = DenseMLP.from_linears(gate, up, down, group, sequence_dim=dim)
+    else:
+        activation = "geglu" if case.kind == "geglu" else "swiglu"
+        model = DenseMLP(HIDDEN, WIDTH, group, activation, sequence_dim=dim, dtype=torch.float64)
+        for name, sharding in model.shardings().items():
+            model.get_parameter(name).data = sharding.take(full.get_parameter(name).data, {"tp": rank}, {"tp": world})
+    shardings = {name: Sharding(tuple(p.shape)) for name, p in model.named_parameters()}
+    for name, module in model.named_modules():
+        if hasattr(module, "shardings"):
+            shardings |= {f"{name}.{key}".lstrip("."): value for key, value in module.shardings().items()}
+    return model, shardings
+
+
+def tokens() -> Tensor:
+    return draw(BATCH, SEQUENCE, HIDDEN, seed=1, dtype=torch.float64)
+
+
+def loss_of(y_BSD: Tensor, part: slice) -> Tensor:
+    return (y_BSD * draw(BATCH, SEQUENCE, HIDDEN, seed=2, dtype=torch.float64)[:, part]).square().sum()
+
+
+def work(rank: int, world: int, case: Case) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Output and gradient of the tokens here, and of the parameters: summed over the ranks as their sharding says."""
+    group = dist.group.WORLD
+    model, shardings = cut(case, rank, world, group)
+    step = SEQUENCE // world
+    part = slice(None) if case.sequence_dim is None else slice(rank * step, (rank + 1) * step)
+    x_BSD = tokens()[:, part].clone().requires_grad_()
+    y_BSD = checkpoint(model, x_BSD, use_reentrant=False) if case.recompute else model(x_BSD)
+    loss_of(y_BSD, part).backward()
+    grads = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert tuple(parameter.shape) == shardings[name].local_shape({"tp": rank}, {"tp": world})
+        partial = case.sequence_dim is not None and "tp" in shardings[name].sum_axes
+        grads[name] = sum_values(parameter.grad, group) if partial else parameter.grad
+    assert x_BSD.grad is not None
+    return y_BSD.detach(), x_BSD.grad, grads
+
+
+@pytest.mark.parametrize("sequence_dim", [None, 1], ids=["replicated", "sequence parallel"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_and_all_gradients_equal_the_whole_block(
+    kind: str, sequence_dim: int | None, pool2: RankPool, pool4: RankPool
+) -> None:
+    model, x_BSD = whole(kind), tokens().requires_grad_()
+    y_BSD = model(x_BSD)
+    loss_of(y_BSD, slice(None)).backward()
+    case = Case(kind, sequence_dim, recompute=kind == "dense")
+    for pool in (pool2, pool4):
+        results = pool.run(work, case)
+        for got_y, got_x, _ in results if sequence_dim is None else []:
+            torch.testing.assert_close(got_y, y_BSD.detach())
+            torch.testing.assert_close(got_x, x_BSD.grad)
+        if sequence_dim is not None:
+            torch.testing.assert_close(torch.cat([y for y, _, _ in results], 1), y_BSD.detach())
+            torch.testing.assert_close(torch.cat([grad for _, grad, _ in results], 1), x_BSD.grad)
+        _, shardings = cut(case, 0, 1, None)
+        for rank, (_, _, grads) in enumerate(results):
+            for name, parameter in model.named_parameters():
+                part = shardings[name].take(parameter.grad, {"tp": rank}, {"tp": pool.world})
+                torch.testing.assert_close(grads[name], part, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def shared_entry(rank: int, world: int, arg: Any) -> None:
+    """Two layers read what came in once."""
+    group = dist.group.WORLD
+    linears = [nn.Linear(HIDDEN, WIDTH, bias=False).double() for _ in range(2)]
+    for i, linear in enumerate(linears):
+        linear.weight.data.copy_(draw(WIDTH, HIDDEN, seed=3 + i))
+    here = slice(rank * SEQUENCE // world, (rank + 1) * SEQUENCE // world)
+    mine_BSD = tokens()[:, here].clone().requires_grad_()
+    parts = [ColumnParallelLinear.from_linear(linear, group, sequence_dim=1, enters=False) for linear in linears]
+    entered_BSD = enter(mine_BSD, group, 1)
+    (parts[0](entered_BSD) * parts[1](entered_BSD)).sum().backward()
+    x_BSD = tokens().requires_grad_()
+    (linears[0](x_BSD) * linears[1](x_BSD)).sum().backward()
+    torch.testing.assert_close(mine_BSD.grad, x_BSD.grad[:, here])
+
+
+def test_layers_may_share_one_gather(pool2: RankPool) -> None:
+    pool2.run(shared_entry)
+
+
+def test_without_a_group_the_layers_are_plain_linears() -> None:
+    linear, x = nn.Linear(6, 8), draw(3, 6)
+    for kind in (ColumnParallelLinear, RowParallelLinear):
+        layer = kind.from_linear(linear)
+        torch.testing.assert_close(layer(x), linear(x))
+        assert set(layer.state_dict()) == set(linear.state_dict())
+        assert layer.weight.data_ptr() != linear.weight.data_ptr()
+        assert set(kind(6, 8, bias=False).shardings()) == {"weight"}
+
+
+def odd_sizes(rank: int, world: int, arg: Any) -> None:
+    group = dist.group.WORLD
+    with pytest.raises(ConfigError, match=r"out_features of a column-parallel linear is 7, .* over the 2 ranks"):
+        ColumnParallelLinear(4, 7, group)
+    with pytest.raises(ConfigError, match=r"in_features of a row-parallel linear is 5, .* over the 2 ranks"):
+        RowParallelLinear.from_linear(nn.Linear(5, 4), group)
+    with pytest.raises(ConfigError, match="is 6, 2 parts of 3, each of which must divide evenly over the 2 ranks"):
+        ColumnParallelLinear(4, 6, group, segments=2)
+    with pytest.raises(ConfigError, match=r"the width \(ffn\) of a dense block is 9, which must divide .* 2 ranks"):
+        DenseMLP(4, 9, group)
+    with pytest.raises(InputError, match=r"takes \[\.\., 4\] here; got \(2, 3\)"):
+        ColumnParallelLinear(4, 8, group)(torch.ones(2, 3))
+    with pytest.raises(InputError, match="is 3 long, which does not divide"):
+        RowParallelLinear(8, 4, group, sequence_dim=0)(torch.ones(3, 4))
+    layer = deepcopy(ColumnParallelLinear(4, 8, group))
+    assert layer.group is group
+    assert layer(torch.ones(2, 4)).shape == (2, 4)
+
+
+def test_sizes_that_do_not_fit_are_errors_that_name_both_numbers(pool2: RankPool) -> None:
+    pool2.run(odd_sizes)
+
+
+def test_a_dense_block_refuses_linears_that_it_cannot_hold() -> None:
+    gate, down = nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False)
+    with pytest.raises(InputError, match="has no biases"):
+        DenseMLP.from_linears(gate, nn.Linear(4, 8), down)
+    with pytest.raises(InputError, match=r"got \(8, 4\), \(8, 4\), \(4, 6\)"):
+        DenseMLP.from_linears(gate, gate, nn.Linear(6, 4, bias=False))
+    with pytest.raises(ConfigError, match="unknown activation 'swish'"):
+        DenseMLP(4, 8, activation="swish")
+
+
+def test_autocast_runs_the_dense_block_in_bf16() -> None:
+    block = DenseMLP(HIDDEN, WIDTH)
+    x_BSD = tokens().float().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y_BSD = block(x_BSD)
+    y_BSD.float().sum().backward()
+    assert y_BSD.dtype == torch.bfloat16 and block.w13.grad.dtype == torch.float32
+    torch.testing.assert_close(y_BSD.float(), block(x_BSD), rtol=0.05, atol=0.05 * float(y_BSD.detach().abs().max()))
+
+
+def reference_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Hugging Face's."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rmsnorm_and_its_gradients_equal_hugging_faces(dtype: torch.dtype) -> None:
+    norm = RMSNorm(HIDDEN, 1e-5, dtype=dtype)
+    norm.weight.data.copy_(draw(HIDDEN, seed=3))
+    x, grad = draw(5, HIDDEN, dtype=dtype).requires_grad_(), draw(5, HIDDEN, seed=4, dtype=dtype)
+    norm(x).backward(grad)
+    again, weight = x.detach().clone().requires_grad_(), norm.weight.detach().clone().requires_grad_()
+    expected = reference_norm(again, weight, 1e-5)
+    expected.backward(grad)
+    torch.testing.assert_close(norm(x), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(x.grad, again.grad, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(norm.weight.grad, weight.grad, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
+def test_rmsnorm_of_bf16_is_the_exact_one_rounded_once_to_bf16(weight_dtype: torch.dtype) -> None:
+    norm = RMSNorm(HIDDEN, dtype=weight_dtype)
+    norm.weight.data.copy_(draw(HIDDEN, seed=3))
+    x = draw(50, HIDDEN, dtype=torch.bfloat16)
+    exact = reference_norm(x.double(), norm.weight.double(), norm.eps)
+    y = norm(x)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.double(), exact, rtol=2.0**-8, atol=0)
+    with pytest.raises(InputError, match=r"takes \[\.\., 12\]; got \(3, 4\)"):
+        norm(torch.ones(3, 4))

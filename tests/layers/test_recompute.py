@@ -1,0 +1,241 @@
+"""Recomputation changes what is kept, and no bit of a loss, a gradient or a counter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_comm.layers.config import Recompute, TransformerConfig
+from moe_comm.layers.initialize import initialize
+from moe_comm.layers.recompute import activation_bytes, again, again_inside, keeping_less
+from moe_comm.layers.transformer import ModelPlan, Transformer
+from moe_comm.topology import FoldedMesh, ParallelConfig
+from tests.layers.tiny import BY_WEIGHT, LATENT, TINY, batch, own
+from tests.pool import RankPool
+
+MODES: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One run: loss, gradients, slots counted and dropped, auxiliary losses, and operations of dispatchers."""
+
+    loss: Tensor
+    grads: dict[str, Tensor]
+    counted: list[Tensor]
+    dropped: list[int]
+    aux: list[dict[str, Tensor]]
+    operations: int
+
+
+def run(
+    config: TransformerConfig,
+    recompute: Recompute,
+    mesh: FoldedMesh | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Seen:
+    base = ModelPlan(recompute=recompute, dtype=dtype)
+    plan = base if mesh is None else ModelPlan.of(mesh, recompute=recompute, dtype=dtype)
+    model = Transformer(config, plan)
+    initialize(model, seed=3)
+    ids, targets, documents = (own(t, plan) for t in batch(True))
+    assert ids is not None and targets is not None
+    before = sum(layer.dispatcher._seq for layer in model.moe_layers())
+    loss = model.loss(model(ids, documents=documents), targets)
+    loss.backward()
+    layers = list(model.moe_layers())
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert len(grads) == len(list(model.parameters()))
+    return Seen(
+        loss.detach(),
+        grads,
+        [layer.router.load_E for layer in layers],
+        [int(layer.dropped_total) for layer in layers],
+        [layer.router.losses for layer in layers],
+        sum(layer.dispatcher._seq for layer in layers) - before,
+    )
+
+
+def work(rank: int, world: int, arg: tuple[TransformerConfig, ParallelConfig, Recompute]) -> Seen:
+    config, mapping, recompute = arg
+    return run(config, recompute, FoldedMesh(mapping))
+
+
+def assert_equal(seen: Seen, expected: Seen) -> None:
+    assert torch.equal(seen.loss, expected.loss)
+    assert seen.grads.keys() == expected.grads.keys()
+    assert [name for name, grad in seen.grads.items() if not torch.equal(grad, expected.grads[name])] == []
+    assert all(torch.equal(a, b) for a, b in zip(seen.counted, expected.counted, strict=True))
+    assert seen.dropped == expected.dropped
+    assert seen.aux == expected.aux
+
+
+@pytest.fixture(scope="module")
+def pool2() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("config", [TINY, LATENT, replace(BY_WEIGHT, parallel_block=True)], ids=["gqa", "mla", "drops"])
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_losses_gradients_and_counters_have_the_same_bits(config: TransformerConfig, recompute: Recompute) -> None:
+    assert_equal(run(config, recompute), run(config, "none"))
+
+
+def test_in_bf16_too() -> None:
+    expected = run(TINY, "none", dtype=torch.bfloat16)
+    for recompute in ("selective", "full"):
+        assert_equal(run(TINY, recompute, dtype=torch.bfloat16), expected)
+
+
+@pytest.mark.parametrize("mapping", [ParallelConfig(tp=2, ep=2), ParallelConfig(cp=2, etp=2)], ids=str)
+def test_over_ranks_too_and_selective_moves_no_row_twice(pool2: RankPool, mapping: ParallelConfig) -> None:
+    by_mode = {mode: pool2.run(work, (BY_WEIGHT, mapping, mode)) for mode in MODES}
+    for mode in ("selective", "full"):
+        for seen, expected in zip(by_mode[mode], by_mode["none"], strict=True):
+            assert_equal(seen, expected)
+    layers = len(BY_WEIGHT.moe_layers)
+    # dispatch and combine, each forward and backward; with full recomputation both forwards again
+    assert {mode: seen[0].operations for mode, seen in by_mode.items()} == {
+        "none": 4 * layers,
+        "selective": 4 * layers,
+        "full": 6 * layers,
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("config", [TINY, LATENT, replace(TINY, parallel_block=True)], ids=["gqa", "mla", "parallel"])
+def test_what_is_kept_for_backward_is_less_and_less(config: TransformerConfig, dtype: torch.dtype) -> None:
+    ids, _, _ = batch(False)
+    kept = []
+    for recompute in MODES:
+        model = Transformer(config, ModelPlan(recompute=recompute, dtype=dtype))
+        initialize(model, seed=3)
+        kept.append(activation_bytes(lambda: model(ids), [*model.parameters(), *model.buffers(), ids]))  # noqa: B023
+    none, selective, full = kept
+    tokens = ids.numel() * config.hidden * dtype.itemsize
+    norms = config.layers * (1 if config.parallel_block else 2)
+    # A norm's output at least, and the dense and shared blocks' activations.
+    assert none - selective >= norms * tokens
+    # What is left is one input per layer, and what the norm after the last keeps.
+    assert config.layers * tokens <= full < config.layers * tokens + 8 * tokens * (4 / dtype.itemsize)
+    assert full < selective
+
+
+def test_the_measured_bytes_are_those_that_autograd_keeps() -> None:
+    x = torch.randn(16, 32, requires_grad=True)
+    weight = torch.randn(64, 32, requires_grad=True)
+
+    def keeps_three() -> Tensor:
+        h = x @ weight.t()  # saves x and weight
+        return h.sin().cos()  # saves what goes into both, [16, 64] each, and returns a third
+
+    assert activation_bytes(keeps_three, [x, weight]) == 2 * 16 * 64 * 4 + 16 * 64 * 4
+    with torch.no_grad():
+        assert activation_bytes(keeps_three, [x, weight]) == 16 * 64 * 4
+
+
+class Calls:
+    """Counts how often a function runs."""
+
+    def __init__(self, fn: Callable[[Tensor], Tensor] = torch.tanh) -> None:
+        self.count = 0
+        self.fn: Callable[[Tensor], Tensor] = fn
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return self.fn(x)
+
+
+def test_a_value_is_computed_once_for_all_who_saved_it_and_anew_for_another_backward() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    weights = [torch.randn(8, 8, requires_grad=True) for _ in range(3)]
+    double = Calls(lambda x: 2 * x)
+    with keeping_less():
+        y = again(double, x)
+        loss = torch.stack([(y @ w).sin().sum() for w in weights]).sum()
+    del y
+    assert double.count == 1
+    loss.backward(retain_graph=True)
+    assert double.count == 2
+    expected = [w.grad.clone() for w in weights if w.grad is not None]
+    first = x.grad.clone() if x.grad is not None else None
+    for tensor in (x, *weights):
+        tensor.grad = None
+    # In two parts, as zero-bubble schedules do: the input's gradient, then those of the weights.
+    (grad_x,) = torch.autograd.grad(loss, x, retain_graph=True)
+    grads = torch.autograd.grad(loss, weights)
+    assert first is not None and torch.equal(grad_x, first)
+    assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+
+
+def test_chains_of_values_keep_their_first_input_alone() -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    weight = torch.randn(64, 64, requires_grad=True)
+
+    def chain() -> Tensor:
+        y = again(lambda x: x * 2, x)
+        z = again(lambda y: y + 1, y)
+        return ((y @ weight) + (z.view(32, 128)[:, 64:] @ weight).repeat(2, 1)).sum()
+
+    def less() -> Tensor:
+        with keeping_less():
+            return chain()
+
+    whole = 64 * 64 * 4
+    assert activation_bytes(chain, [x, weight]) >= 2 * whole
+    assert activation_bytes(less, [x, weight]) < whole
+    grads = []
+    for fn in (chain, less):
+        fn().backward()
+        assert x.grad is not None and weight.grad is not None
+        grads.append((x.grad, weight.grad))
+        x.grad, weight.grad = None, None
+    (a, b), (c, d) = grads
+    assert torch.equal(a, c) and torch.equal(b, d)
+
+
+def test_functions_of_several_steps_keep_nothing_inside() -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    weight = torch.randn(64, 64, requires_grad=True)
+
+    def steps(x: Tensor) -> Tensor:
+        return x.sin().exp().tanh()
+
+    def less() -> Tensor:
+        with keeping_less():
+            return (again_inside(steps, x) @ weight).sum()
+
+    assert activation_bytes(less, [x, weight]) < 64 * 64 * 4
+    (got,), (expected,) = (torch.autograd.grad(loss, x) for loss in (less(), (steps(x) @ weight).sum()))
+    assert torch.equal(got, expected)
+
+
+def test_outside_of_a_scope_and_without_gradients_a_value_is_just_computed() -> None:
+    x, counted = torch.randn(4), Calls()
+    assert torch.equal(again(counted, x), x.tanh()) and torch.equal(again_inside(counted, x), x.tanh())
+    with keeping_less(), torch.no_grad():
+        assert torch.equal(again(counted, x.requires_grad_()), x.tanh())
+    assert counted.count == 3
+
+
+def test_an_error_inside_ends_the_scope() -> None:
+    with pytest.raises(ZeroDivisionError), keeping_less():
+        raise ZeroDivisionError
+    x = torch.randn(4, requires_grad=True)
+    counted = Calls()
+    again(counted, x).sum().backward()
+    assert counted.count == 1
+
+
+@pytest.mark.parametrize("recompute", MODES)
+def test_evaluation_counts_nothing_and_keeps_nothing(recompute: Recompute) -> None:
+    model = Transformer(TINY, ModelPlan(recompute=recompute)).eval()
+    initialize(model, seed=3)
+    with torch.no_grad():
+        model(batch(False)[0])
+    assert all(not layer.router.load_E.any() for layer in model.moe_layers())

@@ -1,0 +1,111 @@
+"""``FoldedMesh`` on 4 and 8 real ranks: its groups are of the right ranks, and its DeviceMeshes are the same groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_comm.errors import ConfigError
+from moe_comm.topology import ATTENTION_AXES, EXPERT_AXES, FoldedMesh, ParallelConfig, Sharding, Split
+from moe_comm.topology.mesh import GROUPS
+from tests.pool import RankPool
+
+FOUR = [
+    ParallelConfig(tp=2, dp=2, ep=4),
+    ParallelConfig(cp=2, pp=2, ep=2),
+    ParallelConfig(dp=4, ep=2, etp=2),
+    ParallelConfig(pp=4),
+]
+EIGHT = [
+    ParallelConfig(tp=2, cp=2, dp=2, ep=8),
+    ParallelConfig(tp=4, dp=2, etp=2, ep=4),
+    ParallelConfig(tp=2, dp=2, pp=2, ep=4),
+    ParallelConfig(dp=8, etp=2, ep=2),
+]
+
+
+@pytest.fixture(scope="module")
+def pool4() -> Iterator[RankPool]:
+    with RankPool(4) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def pool8() -> Iterator[RankPool]:
+    with RankPool(8) as pool:
+        yield pool
+
+
+def members(group: Any) -> tuple[int, ...]:
+    """The ranks of ``group`` as a collective over it finds them."""
+    if group is None:
+        return (dist.get_rank(),)
+    everyone = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, torch.tensor([dist.get_rank()]), group=group)
+    return tuple(int(rank) for rank in everyone)
+
+
+def look(rank: int, world: int, config: ParallelConfig) -> dict[str, Any]:
+    mesh = FoldedMesh(config)
+    assert mesh.attention is not None and mesh.expert is not None and mesh.rank == rank
+    assert mesh.place == config.place(rank) and mesh.sizes == config.sizes
+    found: dict[str, Any] = {"+".join(axes): members(mesh.group(*axes)) for axes in GROUPS}
+    for device_mesh, side in ((mesh.attention, ATTENTION_AXES), (mesh.expert, EXPERT_AXES)):
+        assert device_mesh.mesh_dim_names == tuple(reversed(side))
+        assert tuple(device_mesh.mesh.shape) == tuple(config.sizes[axis] for axis in reversed(side))
+        for axis in side:
+            one = device_mesh[axis]
+            assert one.get_local_rank() == config.place(rank)[axis] and one.size() == config.sizes[axis]
+            assert members(one.get_group()) == found[axis], (axis, config)
+    flat = mesh.flat_mesh("cp", "dp")
+    assert tuple(flat.mesh.tolist()) == members(flat.get_group()) == found["cp+dp"]
+    found["world"] = members(mesh.world_group)
+    if mesh.tied_group is not None:
+        found["tied"] = members(mesh.tied_group)
+    sums = {
+        "cut": Sharding((4,), (Split(0, "tp"),)),
+        "whole": Sharding((4,)),
+        "expert": Sharding((4, 4), (Split(0, "ep"), Split(1, "etp")), expert=True),
+    }
+    found |= {f"sum {name}": members(mesh.sum_group(sharding)) for name, sharding in sums.items()}
+    with pytest.raises(ConfigError, match=f"for {2 * world} ranks, but there are {world}"):
+        FoldedMesh(ParallelConfig(dp=2 * world))
+    if min(config.tp, config.cp, config.dp) > 1:
+        with pytest.raises(ConfigError, match="no group over"):
+            mesh.group("tp", "dp")
+    return found
+
+
+def check(pool: RankPool, config: ParallelConfig) -> None:
+    for rank, found in enumerate(pool.run(look, config, timeout=120)):
+        for axes in GROUPS:
+            assert found["+".join(axes)] == config.group_of(rank, *axes), (rank, axes)
+        assert found["world"] == tuple(range(config.world))
+        assert found["sum cut"] == config.group_of(rank, "cp", "dp")
+        assert found["sum whole"] == config.group_of(rank, "tp", "cp", "dp")
+        assert found["sum expert"] == config.group_of(rank, "edp")
+        pipeline = config.group_of(rank, "pp")
+        ends = (pipeline[0], pipeline[-1])
+        assert found.get("tied") == (ends if config.pp > 1 and rank in ends else None)
+
+
+@pytest.mark.parametrize("config", FOUR, ids=str)
+def test_groups_of_four_ranks(pool4: RankPool, config: ParallelConfig) -> None:
+    check(pool4, config)
+
+
+@pytest.mark.parametrize("config", EIGHT, ids=str)
+def test_groups_of_eight_ranks(pool8: RankPool, config: ParallelConfig) -> None:
+    check(pool8, config)
+
+
+def test_one_rank_needs_no_process_group() -> None:
+    mesh = FoldedMesh(ParallelConfig())
+    assert mesh.attention is None and mesh.expert is None and mesh.world_group is None and mesh.tied_group is None
+    assert all(mesh.group(*axes) is None and mesh.ranks(*axes) == (0,) for axes in GROUPS)
+    with pytest.raises(ConfigError, match="for 2 ranks, but there are 1"):
+        FoldedMesh(ParallelConfig(dp=2))

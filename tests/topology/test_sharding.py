@@ -1,0 +1,136 @@
+"""The boxes of all ranks cover the global tensor, each place as often as it is replicated; ``take`` agrees."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_comm.errors import ConfigError
+from moe_comm.topology import ExpertPlacement, ParallelConfig, Sharding, Split, row_range
+
+SEEDED = settings(deadline=None, derandomize=True, max_examples=60)
+
+
+@st.composite
+def shardings(draw: st.DrawFn) -> tuple[ParallelConfig, Sharding]:
+    """A mapping of up to 16 ranks and a parameter cut over one side of it: segments, uneven sizes, up to 3 dims."""
+    tp, cp, dp, pp = (draw(st.sampled_from(sizes)) for sizes in ((1, 2, 4), (1, 2), (1, 2), (1, 2)))
+    etp = draw(st.sampled_from([n for n in (1, 2, 4) if (tp * cp * dp) % n == 0]))
+    ep = draw(st.sampled_from([n for n in (1, 2, 4) if (tp * cp * dp) % (etp * n) == 0]))
+    config = ParallelConfig(tp, cp, dp, pp, ep, etp)
+    expert = draw(st.booleans())
+    dims = draw(st.integers(1, 3))
+    axes = draw(st.lists(st.sampled_from(("etp", "ep") if expert else ("tp",)), unique=True, max_size=dims))
+    shape, splits = [draw(st.integers(1, 4)) for _ in range(dims)], []
+    for dim, axis in zip(draw(st.permutations(range(dims))), axes, strict=False):
+        parts = config.sizes[axis]
+        if draw(st.booleans()):
+            cut = draw(st.lists(st.integers(0, 3), min_size=parts, max_size=parts).filter(any))
+            shape[dim] = sum(cut)
+            splits.append(Split(dim, axis, sizes=tuple(cut)))
+        else:
+            segments = draw(st.integers(1, 3))
+            shape[dim] = parts * segments * draw(st.integers(1, 2))
+            splits.append(Split(dim, axis, segments))
+    return config, Sharding(tuple(shape), tuple(splits), expert)
+
+
+@SEEDED
+@given(shardings())
+def test_the_ranks_that_count_once_tile_the_tensor_exactly(case: tuple[ParallelConfig, Sharding]) -> None:
+    config, sharding = case
+    covered = torch.zeros(sharding.shape, dtype=torch.int64)
+    everywhere = torch.zeros(sharding.shape, dtype=torch.int64)
+    for rank in range(config.stage):
+        place = config.place(rank)
+        for box in sharding.boxes(place, config.sizes):
+            everywhere[box.whole] += 1
+            covered[box.whole] += sharding.counts_once(place)
+    assert (covered == 1).all() and (everywhere == config.size(*sharding.sum_axes)).all()
+
+
+@SEEDED
+@given(shardings())
+def test_boxes_put_back_together_what_every_rank_took(case: tuple[ParallelConfig, Sharding]) -> None:
+    config, sharding = case
+    whole = torch.arange(torch.Size(sharding.shape).numel()).view(sharding.shape)
+    back = torch.full_like(whole, -1)
+    for rank in range(config.world):
+        place = config.place(rank)
+        part = sharding.take(whole, place, config.sizes)
+        assert tuple(part.shape) == sharding.local_shape(place, config.sizes)
+        boxes = sharding.boxes(place, config.sizes)
+        assert sum(part[box.local].numel() for box in boxes) == part.numel()
+        for box in boxes:
+            assert torch.equal(part[box.local], whole[box.whole])
+            back[box.whole] = part[box.local]
+    assert torch.equal(back, whole)
+
+
+@SEEDED
+@given(shardings(), st.integers(1, 5))
+def test_rows_of_a_part_are_those_rows_of_what_was_taken(case: tuple[ParallelConfig, Sharding], parts: int) -> None:
+    config, sharding = case
+    whole = torch.arange(torch.Size(sharding.shape).numel()).view(sharding.shape)
+    for rank in range(config.stage):
+        place = config.place(rank)
+        part = sharding.take(whole, place, config.sizes)
+        for index in range(parts):
+            rows = row_range(part.shape[0], index, parts)
+            own = part.new_full((len(rows), *part.shape[1:]), -1)
+            for box in sharding.boxes(place, config.sizes, rows):
+                own[box.local] = whole[box.whole]
+            assert torch.equal(own, part[rows.start : rows.stop])
+
+
+@given(st.integers(0, 40), st.integers(1, 9))
+@SEEDED
+def test_row_ranges_are_those_of_torch_chunk(rows: int, parts: int) -> None:
+    chunks = [chunk.tolist() for chunk in torch.arange(rows).chunk(parts)] if rows else []
+    got = [list(row_range(rows, index, parts)) for index in range(parts)]
+    assert [g for g in got if g] == chunks and sum(map(len, got)) == rows
+
+
+def test_a_fused_gate_and_up_projection_is_cut_half_by_half() -> None:
+    config = ParallelConfig(dp=4, ep=2, etp=2)
+    sharding = Sharding((4, 8, 1), (Split(0, "ep"), Split(1, "etp", segments=2)), expert=True)
+    whole = torch.arange(32).view(4, 8, 1)
+    part = sharding.take(whole, config.place(3), config.sizes)  # ep 1, etp 1
+    assert torch.equal(part, whole[2:, [2, 3, 6, 7]])
+    assert sharding.sum_axes == ("edp",)
+
+
+def test_what_is_summed_and_counted() -> None:
+    config = ParallelConfig(tp=2, cp=2, dp=2, ep=2, etp=2)
+    cut, whole = Sharding((4,), (Split(0, "tp"),)), Sharding((4,))
+    assert cut.sum_axes == ("cp", "dp") and whole.sum_axes == ("tp", "cp", "dp")
+    assert Sharding((4, 1), (Split(0, "ep"),), expert=True).sum_axes == ("etp", "edp")
+    assert [rank for rank in range(8) if cut.counts_once(config.place(rank))] == [0, 1]
+    assert [rank for rank in range(8) if whole.counts_once(config.place(rank))] == [0]
+
+
+def test_uneven_experts_stand_as_the_placement_says() -> None:
+    placement = ExpertPlacement.balanced(7, 3)
+    sharding = Sharding((7, 2), (Split(0, "ep", sizes=placement.experts_per_rank),), expert=True)
+    config = ParallelConfig(dp=3, ep=3)
+    for rank in range(3):
+        own = placement.local_range(rank)
+        assert sharding.boxes(config.place(rank), config.sizes)[0].whole[0] == slice(own.start, own.stop)
+
+
+def test_wrong_cuts_are_refused_with_both_numbers() -> None:
+    place, sizes = {"tp": 0, "ep": 0}, {"tp": 4, "ep": 2}
+    with pytest.raises(ConfigError, match="dimension of 6 cannot be cut evenly over tp 4"):
+        Sharding((6,), (Split(0, "tp"),)).local_shape(place, sizes)
+    with pytest.raises(ConfigError, match="dimension of 12 in 2 segments cannot be cut evenly over tp 4"):
+        Sharding((12,), (Split(0, "tp", segments=2),)).local_shape(place, sizes)
+    with pytest.raises(ConfigError, match=r"sizes \(3, 2\) do not cut 6 over ep 2"):
+        Sharding((6,), (Split(0, "ep", sizes=(3, 2)),), expert=True).boxes(place, sizes)
+    with pytest.raises(ConfigError, match="ep does not cut parameters of this side"):
+        Sharding((6,), (Split(0, "ep"),))
+    with pytest.raises(ConfigError, match="dimension 2 is cut"):
+        Sharding((6, 6), (Split(2, "tp"),))
+    with pytest.raises(ConfigError, match=r"shape \(6,\); got \(5,\)"):
+        Sharding((6,)).take(torch.zeros(5), place, sizes)
