@@ -6,9 +6,10 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from moe_comm.errors import ConfigError
 from moe_comm.runtime.launch import init_ranks, launch
@@ -48,6 +49,26 @@ def pinned(rank: int, ranks: int) -> Iterator[int]:
     finally:
         torch.set_num_threads(threads_before)
         _bind(before)
+
+
+@contextmanager
+def all_cores(cores: set[int]) -> Iterator[None]:
+    """Inside: this process, and torch with a thread for each, on ``cores`` instead of its own."""
+    before, threads_before = os.sched_getaffinity(0), torch.get_num_threads()
+    _bind(cores)
+    torch.set_num_threads(len(cores))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads_before)
+        _bind(before)
+
+
+def cores_of_group() -> set[int]:
+    """The cores of all ranks of the default group together. Collective."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, os.sched_getaffinity(0))
+    return set().union(*every)
 
 
 def _bind(cores: set[int]) -> None:

@@ -111,6 +111,27 @@ def layer_tables(found: dict[str, Any]) -> list[Table]:
     return [table]
 
 
+def train_tables(found: dict[str, Any]) -> list[Table]:
+    """Tokens a second of every contestant, how many times faster ours is, and where our step's time goes."""
+    s, m = found["settings"], found["machine"]
+    heading = (
+        f"{s['ranks']} ranks, {s['batch']} x {s['seq_len']} tokens a rank, {s['layers']} layers, D {s['hidden']}, "
+        f"F {s['ffn']}, E {s['experts']}, K {s['top_k']}, {s['dtype']}; {m['cpu']}, {m['cores']} cores, {m['isa']}"
+    )
+    parts = ("compute", "communication", "data", "checkpoint", "loop")
+    split = "our step: " + ", ".join(f"{part} {found['step'][part]:.1%}" for part in parts)
+    gemm = f"torch.mm alone, all ranks at once: {found['gemm_gflops']:.0f} GFLOP/s in all"
+    caption = "\n".join(filter(None, (split, gemm, _skipped(found))))
+    table = _table(heading, "", "tokens/s", "step ms", "MFU", "speedup", "loss differs by", caption=caption)
+    for name, one in {"moe_comm": found | {"speedup": None}, **found["peers"]}.items():
+        speedup = "" if one["speedup"] is None else f"{one['speedup']:.2f}x"
+        differs = f"{one['loss_rel_diff']:.0e}" if "loss_rel_diff" in one else ""
+        table.add_row(
+            name, _number(one["tokens_per_s"]), _number(one["step_ms"]), f"{one['mfu']:.0%}", speedup, differs
+        )
+    return [table]
+
+
 def small_tables(results: list[dict[str, Any]]) -> list[Table]:
     """Microseconds of small batches: ours, the bare copy, and the overhead above it."""
     columns = ("tokens", "dispatch µs", "bare", "overhead", "combine µs", "bare", "overhead")

@@ -4,7 +4,9 @@ runs/<name>-<date>/
     config.resolved.toml    every setting; runs again as it is
     metrics.jsonl           one line a step
     tensorboard/            the same for TensorBoard
-    model/                  config.json, model.safetensors, tokenizer: loads with from_pretrained
+    checkpoints/            step-<n>/: model, optimizer and place in the data; a run goes on from them on any mapping
+    tokenizer/              loads with AutoTokenizer
+    model/                  config.json, safetensors, tokenizer: loads with from_pretrained
     sample.txt              text drawn from the model
     result.json             how the run ended
 """
@@ -12,17 +14,18 @@ runs/<name>-<date>/
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.train import config as configuration
-from moe_comm.train import sample
+from moe_comm.train.checkpoint import latest
 from moe_comm.train.config import TrainConfig
-from moe_comm.train.model import SpreadModel
 from moe_comm.train.ranks import Ranks
 
 
@@ -34,7 +37,9 @@ class RunFolder:
 
     @classmethod
     def make(cls, config: TrainConfig, ranks: Ranks) -> RunFolder:
-        """A fresh folder on rank 0, with the resolved configuration in it; every rank learns its path. Collective.
+        """A fresh folder on rank 0, or with ``checkpoint.resume = "auto"`` the newest one of the same name if it did
+        not finish and holds a checkpoint; with the resolved configuration in it. Every rank learns its path.
+        Collective.
 
         Raises:
             ConfigError: on every rank, where rank 0 cannot make it.
@@ -42,9 +47,7 @@ class RunFolder:
         answer = ""
         if ranks.is_first:
             try:
-                path = _fresh(Path(config.run.folder), config.run.name)
-                (path / "config.resolved.toml").write_text(configuration.dump(config), encoding="utf-8")
-                answer = f"+{path}"
+                answer = f"+{_choose(config)}"
             except OSError as error:
                 answer = f"run.folder: cannot write to {config.run.folder!r}: {error.strerror or error}"
             except MoeCommError as error:
@@ -58,22 +61,53 @@ class RunFolder:
     def model(self) -> Path:
         return self.path / "model"
 
-    def save_model(self, model: SpreadModel, ranks: Ranks) -> None:
-        """Write the whole model and its tokenizer; an earlier one stays until the new one is complete. Collective."""
+    @property
+    def tokenizer(self) -> Path:
+        return self.path / "tokenizer"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def save_model(self, write: Callable[[Path], None]) -> None:
+        """Let ``write`` fill a folder beside ``model``; an earlier one stays until the new one is complete."""
         fresh = self.path / "model.partial"
-        if ranks.is_first:
-            shutil.rmtree(fresh, ignore_errors=True)
-        model.save(fresh)
-        if ranks.is_first:
-            sample.byte_tokenizer().save_pretrained(str(fresh))
-            shutil.rmtree(self.model, ignore_errors=True)
-            os.replace(fresh, self.model)
+        shutil.rmtree(fresh, ignore_errors=True)
+        write(fresh)
+        shutil.copytree(self.tokenizer, fresh, dirs_exist_ok=True)
+        shutil.rmtree(self.model, ignore_errors=True)
+        os.replace(fresh, self.model)
 
     def save_sample(self, text: str) -> None:
         (self.path / "sample.txt").write_text(text + "\n", encoding="utf-8")
 
     def save_result(self, result: Mapping[str, object]) -> None:
-        (self.path / "result.json").write_text(json.dumps(result, indent=2, default=str) + "\n", encoding="utf-8")
+        unknown = [key for key, value in result.items() if isinstance(value, float) and math.isnan(value)]
+        known = dict(result) | dict.fromkeys(unknown)
+        (self.path / "result.json").write_text(json.dumps(known, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+def _choose(config: TrainConfig) -> Path:
+    parent, name = Path(config.run.folder), config.run.name
+    path = _unfinished(parent, name) if config.checkpoint.resume == "auto" else None
+    path = path or _fresh(parent, name)
+    (path / "config.resolved.toml").write_text(configuration.dump(config), encoding="utf-8")
+    return path
+
+
+def _unfinished(parent: Path, name: str) -> Path | None:
+    """The folder of the newest run called ``name``, if it can go on: it holds a checkpoint and did not finish.
+
+    Never an older one: ranks that are started again must not take over another run of the same name.
+    """
+    dated = re.compile(re.escape(name) + r"-(\d{8}-\d{6})(?:-(\d+))?")
+    found = [(match[1], int(match[2] or 1), path) for path in parent.glob("*") if (match := dated.fullmatch(path.name))]
+    if not found:
+        return None
+    path = max(found)[-1]
+    result = path / "result.json"
+    finished = result.exists() and json.loads(result.read_text()).get("status") == "finished"
+    return None if finished or latest(path / "checkpoints") is None else path
 
 
 def _fresh(parent: Path, name: str) -> Path:

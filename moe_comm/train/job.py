@@ -1,4 +1,4 @@
-"""One whole run: configuration, folder, training, evaluation, saved model, sample, and what is printed at the end."""
+"""One whole run: configuration, text, model, folder, training, evaluation, saved model, sample, what is printed."""
 
 from __future__ import annotations
 
@@ -14,18 +14,27 @@ from statistics import fmean
 from types import FrameType
 
 import torch
+import torch.distributed as dist
 
-from moe_comm.errors import NonFiniteLoss
+from moe_comm.errors import ConfigError, MoeCommError, NonFiniteLoss
+from moe_comm.layers.config import TransformerConfig
+from moe_comm.layers.flops import count_model
+from moe_comm.runtime.gemm import gemm_flops
+from moe_comm.topology import FoldedMesh
 from moe_comm.train import config as configuration
-from moe_comm.train import data, sample
-from moe_comm.train import model as models
+from moe_comm.train import sample
+from moe_comm.train.build import DTYPES, architecture_of, build
 from moe_comm.train.config import TrainConfig
+from moe_comm.train.corpus import Corpus, Statistics, prepare_all
+from moe_comm.train.export import export_checkpoint
+from moe_comm.train.feed import CorpusFeed, corpus_settings
 from moe_comm.train.folder import RunFolder
 from moe_comm.train.metrics import JsonlSink, MetricsSink, TensorBoardSink
 from moe_comm.train.progress import Progress, make_progress
 from moe_comm.train.ranks import Ranks, digest
 from moe_comm.train.result import LAST_STEPS, RunResult
-from moe_comm.train.trainer import Trainer
+from moe_comm.train.saver import RunSaver
+from moe_comm.train.trainer import Machinery, Trainer
 
 SAME_PRESS_S = 1.0
 
@@ -33,24 +42,55 @@ SAME_PRESS_S = 1.0
 def run_config(config_path: str | Path | None, overrides: Sequence[str] = ()) -> RunResult:
     """See ``moe_comm.train.run``."""
     config = configuration.load(config_path, overrides)
-    text = data.read_text(config.data.source)
-    corpus = data.Corpus(text, config.data, config.run.seed)
-    ranks = Ranks.make(config.parallel.ep)
-    settings = torch.frombuffer(bytearray(configuration.dump(config).encode() + text), dtype=torch.uint8)
-    ranks.check_equal("the configuration or the text", digest([settings]), "start all with the same file and overrides")
-    torch.manual_seed(config.run.seed)
-    whole = models.build(config.model, config.data.seq_len, config.run.seed)
-    ranks.check_equal("the initial weights", digest(whole.parameters()), "use one version of torch and transformers")
+    ranks = Ranks.make()
+    settings = torch.frombuffer(bytearray(configuration.dump(config).encode()), dtype=torch.uint8)
+    ranks.check_equal("the configuration", digest([settings]), "start all with the same file and overrides")
+    mesh = FoldedMesh(config.parallel.mapping(ranks.world), device_of_run())
+    corpus = open_corpus(config, ranks)
+    architecture = architecture_of(config, corpus.vocab_size)
+    machinery = build(config, architecture, mesh, peak_flops(config, mesh, ranks))
     folder = RunFolder.make(config, ranks)
     progress = make_progress(ranks.is_first, config.run.log_every)
-    progress.say(_opening(config, corpus, ranks, sum(p.numel() for p in whole.parameters()), folder))
-    return _train(config, models.spread(whole, ranks, config.parallel), corpus, ranks, folder, progress)
+    progress.say(_opening(config, architecture, corpus, mesh, folder))
+    return _train(config, machinery, corpus, ranks, folder, progress)
+
+
+def device_of_run() -> str:
+    """ "cuda" where the process group has NCCL, else "cpu"."""
+    if dist.is_initialized() and torch.cuda.is_available() and "nccl" in dist.get_backend_config():
+        return "cuda"
+    return "cpu"
+
+
+def open_corpus(config: TrainConfig, ranks: Ranks) -> Corpus:
+    """The text of ``config``, prepared by the first rank and opened by all. Collective.
+
+    Raises:
+        ConfigError: on every rank, where the text or the tokenizer cannot be used.
+    """
+    settings = corpus_settings(config.data, config.run.seed)
+    answer = ""
+    if ranks.is_first:
+        try:
+            answer = "+" + "\n".join(map(str, prepare_all(settings)))
+        except MoeCommError as error:
+            answer = str(error)
+    answer = ranks.text_from_first(answer)
+    if not answer.startswith("+"):
+        raise ConfigError(answer)
+    return Corpus.open(answer[1:].split("\n"), settings)
+
+
+def peak_flops(config: TrainConfig, mesh: FoldedMesh, ranks: Ranks) -> float:
+    """FLOP/s of a plain matrix product in the model's dtype, of all ranks together and at once. Collective."""
+    ranks.barrier()
+    return float(ranks.sum(torch.tensor([gemm_flops(DTYPES[config.model.dtype], mesh.device)], dtype=torch.float64)))
 
 
 def _train(
     config: TrainConfig,
-    model: models.SpreadModel,
-    corpus: data.Corpus,
+    machinery: Machinery,
+    corpus: Corpus,
     ranks: Ranks,
     folder: RunFolder,
     progress: Progress,
@@ -58,53 +98,101 @@ def _train(
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         sinks: list[MetricsSink] = []
+        saver = RunSaver(folder.checkpoints, config, machinery, corpus, _versions())
+        stack.callback(saver.close)
+        first_step = _resume(config, saver, progress)
         if ranks.is_first:
-            sinks = [JsonlSink(folder.path / "metrics.jsonl"), TensorBoardSink(folder.path / "tensorboard")]
+            corpus.save_tokenizer(folder.tokenizer)
+            sinks.append(JsonlSink(folder.path / "metrics.jsonl", first_step))
+            sinks.append(TensorBoardSink(folder.path / "tensorboard", first_step))
         for sink in sinks:
             stack.callback(sink.close)
-        trainer = Trainer(config, model, corpus, ranks, sinks, progress)
+        feed = CorpusFeed(corpus, machinery.mesh, config.parallel.context, config.data.micro_batches, config.run.steps)
+        stack.enter_context(feed)
+        trainer = Trainer(
+            config, machinery, feed, ranks, saver=saver, sinks=sinks, progress=progress, first_step=first_step
+        )
         try:
             with _stop_on_signals(trainer):
                 status = trainer.fit()
-                trainer.check_replicas()
-                folder.save_model(model, ranks)
                 interrupted = status == "interrupted"  # who asked to stop is not made to wait
                 validation_loss = None if interrupted else trainer.evaluate()
+                _save_end(trainer, saver, folder, ranks)
         except BaseException as error:
             if ranks.is_first:
-                ended = {"status": "failed", "error": f"{type(error).__name__}: {error}", "steps": len(trainer.reports)}
-                folder.save_result(ended | _versions(ranks))
-            if isinstance(error, NonFiniteLoss):  # raised by all ranks together: they can still gather the experts
-                folder.save_model(model, ranks)
+                ended = {"status": "failed", "error": f"{type(error).__name__}: {error}", "steps": trainer.next_step}
+                folder.save_result(ended | _versions())
+            if isinstance(error, NonFiniteLoss):  # raised by all ranks together: they can still save what was good
+                _save_end(trainer, saver, folder, ranks)
+                _close(machinery)
             raise
-        model.close()
-        losses = [report.loss for report in trainer.reports]
+        _close(machinery)
+        losses = [report.loss for report in trainer.reports] or [float("nan")]
+        statistics = corpus.statistics()
         result = RunResult(
             folder=folder.path,
             status=status,
-            steps=len(losses),
+            steps=trainer.next_step,
             first_loss=losses[0],
             last_loss=fmean(losses[-LAST_STEPS:]),
             validation_loss=validation_loss,
-            unigram_entropy=corpus.entropy,
+            unigram_entropy=statistics.unigram_entropy,
             seconds=time.monotonic() - began,
         )
         if ranks.is_first:
             if not interrupted:
                 result = replace(result, sample=_sample(config, corpus, folder))
-            folder.save_result(asdict(result) | _versions(ranks))
-            progress.say(_closing(result))
+            folder.save_result(asdict(result) | {"mapping": str(machinery.mesh.config)} | _versions())
+            progress.say(_closing(result, statistics))
         return result
 
 
-def _sample(config: TrainConfig, corpus: data.Corpus, folder: RunFolder) -> str:
+def _close(machinery: Machinery) -> None:
+    """Give back the groups and memory that the ranks share. Collective."""
+    for stage in machinery.stages:
+        stage.close()  # type: ignore[operator]
+    machinery.runner.close()
+
+
+def _resume(config: TrainConfig, saver: RunSaver, progress: Progress) -> int:
+    """The step to begin with."""
+    if config.checkpoint.resume == "no":
+        return 0
+    path = saver.latest()
+    if path is None:
+        return 0
+    step = saver.resume(path)
+    progress.say(f"goes on after step {step} from {path}")
+    return step
+
+
+def _save_end(trainer: Trainer, saver: RunSaver, folder: RunFolder, ranks: Ranks) -> None:
+    """A last checkpoint, unless the loop has just made it, and from it the model for others to load. Collective."""
+    latest = saver.latest()
+    if latest is None or latest.name != f"step-{trainer.next_step:08d}":
+        saver.save(trainer.next_step)
+        saver.finish()
+        latest = saver.latest()
+    fault = ""
+    if ranks.is_first:
+        try:
+            assert latest is not None, "a save that did not fail left a checkpoint"
+            folder.save_model(lambda fresh: export_checkpoint(latest, fresh))
+        except MoeCommError as error:
+            fault = str(error)
+    if fault := ranks.text_from_first(fault):
+        raise MoeCommError(f"the model could not be written: {fault}")
+
+
+def _sample(config: TrainConfig, corpus: Corpus, folder: RunFolder) -> str:
     """Load the saved model as anyone would, and draw a text from it."""
-    if not config.run.sample_bytes:
+    if not config.run.sample_tokens:
         return ""
-    model = models.load(folder.model)
-    text = sample.continue_text(
-        model, corpus.prompt(32), config.run.sample_bytes, config.run.temperature, config.run.seed
+    model = sample.load_model(folder.model)
+    ids = sample.continue_text(
+        model, corpus.prompt(32), config.run.sample_tokens, config.run.temperature, config.run.seed
     )
+    text = sample.shown(corpus.tokenizer().decode(ids))
     folder.save_sample(text)
     return text
 
@@ -140,38 +228,41 @@ def _stop_on_signals(trainer: Trainer) -> Iterator[None]:
             signal.signal(kind, before[kind])
 
 
-def _versions(ranks: Ranks) -> dict[str, object]:
+def _versions() -> dict[str, str]:
     try:
         installed = metadata.version("moe_comm")
     except metadata.PackageNotFoundError:  # run from a source tree
         installed = "unknown"
-    return {
-        "ranks": ranks.world,
-        "ep": ranks.ep,
-        "torch": torch.__version__,
-        "transformers": metadata.version("transformers"),
-        "moe_comm": installed,
-    }
+    return {"torch": torch.__version__, "transformers": metadata.version("transformers"), "moe_comm": installed}
 
 
-def _opening(config: TrainConfig, corpus: data.Corpus, ranks: Ranks, num_params: int, folder: RunFolder) -> str:
-    model = config.model
+def _opening(
+    config: TrainConfig, architecture: TransformerConfig, corpus: Corpus, mesh: FoldedMesh, folder: RunFolder
+) -> str:
+    count = count_model(architecture, config.data.seq_len)
+    router = architecture.moe.router
+    statistics = corpus.statistics()
     return (
-        f"{model.family}: {num_params / 1e6:.1f} M parameters, {model.layers} layers, "
-        f"{model.experts} experts top-{model.top_k}, over {ranks.world} rank(s), {ranks.ep} per set of experts\n"
-        f"text {config.data.source}: {corpus.train_bytes:,} bytes to train, {corpus.validation_bytes:,} to validate\n"
+        f"{config.model.family}: {count.params / 1e6:.1f} M parameters ({count.active / 1e6:.1f} M active), "
+        f"{architecture.layers} layers, {router.num_experts} experts top-{router.top_k}\n"
+        f"mapping: {mesh.config}, {mesh.config.world} rank(s), {config.parallel.sharding}\n"
+        f"text {', '.join(config.data.sources)}: {statistics.train_tokens:,} tokens to train, "
+        f"{statistics.validation_tokens:,} to validate, {statistics.bytes_per_token:.2f} bytes each\n"
         f"run folder {folder.path}"
     )
 
 
-def _closing(result: RunResult) -> str:
+def _closing(result: RunResult, statistics: Statistics) -> str:
     rows = [
         ("loss, first step", result.first_loss),
         (f"loss, last {min(LAST_STEPS, result.steps)} steps", result.last_loss),
         *([] if result.validation_loss is None else [("loss, validation text", result.validation_loss)]),
         ("unigram entropy of the text", result.unigram_entropy),
     ]
-    table = "\n".join(f"  {name:<30}{value:8.3f} nats/byte" for name, value in rows)
+    table = "\n".join(
+        f"  {name:<30}{value:8.3f} nats/token{value / statistics.bytes_per_token:8.3f} nats/byte"
+        for name, value in rows
+    )
     drawn = f"sample:\n{result.sample}\n\n" if result.sample else ""
     return (
         f"\n{drawn}{result.status} after {result.steps} steps, {result.seconds:.0f} s\n{table}\n"

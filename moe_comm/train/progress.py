@@ -114,5 +114,6 @@ def _numbers(report: StepReport, tokens_per_s: float, seconds_left: float) -> st
     left = time.strftime("%H:%M:%S" if seconds_left >= 3600 else "%M:%S", time.gmtime(seconds_left))
     return (
         f"loss {report.loss:.3f}  {tokens_per_s:,.0f} tokens/s  "
-        f"load imbalance {report.worst_imbalance:.2f}  {left} left"
+        f"{'' if report.mfu is None else f'MFU {report.mfu:.0%}  '}"
+        f"load imbalance {report.load.worst_imbalance:.2f}  {left} left"
     )

@@ -13,7 +13,7 @@ class RunResult:
     folder: what the run left behind. status: "finished", "interrupted" or "time limit". steps: done.
     first_loss, last_loss: training loss of the first step, and the mean over the last ``LAST_STEPS`` steps.
     validation_loss: after the last step; None where the run was interrupted. unigram_entropy: of the text.
-    All in nats per byte.
+    All in nats per token.
     """
 
     folder: Path

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from moe_comm.dispatch.capacity import Capacity, apply_capacity
-from moe_comm.errors import ConfigError, InputError
+from moe_comm.dispatch.channel import Channel
+from moe_comm.errors import ConfigError, InputError, MoeCommError
+from tests.pool import RankPool
 
 
 def by_hand(ids: list[int], weights: list[float], num_experts: int, limit: int, policy: str) -> list[int]:
@@ -79,5 +84,92 @@ def test_unknown_policies_and_unequal_shapes_are_refused() -> None:
     unknown: Any = "random"
     with pytest.raises(ConfigError, match="position, probability"):
         Capacity(1.0, unknown)
+    with pytest.raises(ConfigError, match="rank, batch"):
+        Capacity(1.0, scope=unknown)
     with pytest.raises(InputError, match=r"\(3, 2\)"):
         apply_capacity(torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 1), 4, Capacity(1.0))
+    ids, weights = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2)
+    for index in (torch.arange(2), torch.arange(3.0)):
+        with pytest.raises(InputError, match=r"token index must be \[3\] int64"):
+            apply_capacity(ids, weights, 4, Capacity(1.0, scope="batch"), None, index)
+
+
+# --- over the whole batch ---
+
+
+@pytest.fixture(scope="module")
+def pool2() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+def batch(seed: int, tokens: int, top_k: int, experts: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids with some that are no expert, weights with many equal ones, and a permutation of the tokens."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(-2, experts + 1, (tokens, top_k), generator=g)
+    weights = (torch.randint(0, 5, (tokens, top_k), generator=g) / 4).to(dtype)
+    return ids, weights, torch.randperm(tokens, generator=g)
+
+
+CASES = [
+    (seed, tokens, first, factor, policy, dtype, indexed)
+    for seed, (tokens, first) in enumerate([(13, 5), (12, 6), (9, 0), (9, 9), (0, 0), (1, 0)])
+    for factor in (0.4, 1.0)
+    for policy in ("position", "probability")
+    for dtype in (torch.float32, torch.bfloat16)
+    for indexed in (True, False)
+]
+
+
+def decide(rank: int, world: int, _: None) -> list[tuple[Tensor, Tensor, int]]:
+    """Of every case: this rank's places in the batch, its ids after the drops, and how many it dropped."""
+    channel = Channel(dist.group.WORLD, rank, world, 60.0)  # type: ignore[arg-type]
+    found = []
+    for seed, tokens, first, factor, policy, dtype, indexed in CASES:
+        ids, weights, order = batch(seed, tokens, 2, 4, dtype)
+        if not indexed:
+            order = torch.arange(tokens)
+        own = order[:first] if rank == 0 else order[first:]
+        capacity = Capacity(factor, policy, "batch")  # type: ignore[arg-type]
+        kept, dropped = apply_capacity(ids[own], weights[own], 4, capacity, channel, own if indexed else None)
+        found.append((own, kept, int(dropped)))
+    return found
+
+
+def test_ranks_together_drop_what_one_would_wherever_the_tokens_are(pool2: RankPool) -> None:
+    ranks = pool2.run(decide, timeout=60)
+    some = 0
+    for at, (seed, tokens, _, factor, policy, dtype, _) in enumerate(CASES):
+        ids, weights, order = batch(seed, tokens, 2, 4, dtype)
+        want, dropped = apply_capacity(ids, weights, 4, Capacity(factor, policy))  # type: ignore[arg-type]
+        got = torch.full_like(ids, -9)
+        for found in ranks:
+            got[found[at][0]] = found[at][1]
+        assert torch.equal(got, want) and sum(found[at][2] for found in ranks) == int(dropped), CASES[at]
+        alone = Capacity(factor, policy, "batch")  # type: ignore[arg-type]
+        assert torch.equal(apply_capacity(ids[order], weights[order], 4, alone, None, order)[0], want[order])
+        some += int(dropped) > 0
+    assert some > len(CASES) // 3
+
+
+def disagree(rank: int, world: int, what: str) -> tuple[str, str]:
+    channel = Channel(dist.group.WORLD, rank, world, 60.0)  # type: ignore[arg-type]
+    top_k = 3 if what == "top-k" and rank == 1 else 2
+    ids, weights = torch.zeros(4, top_k, dtype=torch.int64), torch.zeros(4, top_k)
+    index = None if what == "token index" and rank == 1 else torch.arange(4)
+    if what == "shape" and rank == 1:
+        weights = weights[:2]
+    with pytest.raises(MoeCommError) as caught:
+        apply_capacity(ids, weights, 4, Capacity(1.0, scope="batch"), channel, index)
+    kept, _ = apply_capacity(ids[:, :2], torch.zeros(4, 2), 4, Capacity(9.0, scope="batch"), channel, torch.arange(4))
+    assert not kept.any(), "the channel goes on after an error"
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "message"),
+    [("top-k", "RankMismatch", "[2, 3]"), ("token index", "RankMismatch", "[1, 0]"), ("shape", "InputError", "rank 1")],
+)
+def test_what_does_not_fit_is_refused_on_every_rank(pool2: RankPool, what: str, error: str, message: str) -> None:
+    found = pool2.run(disagree, what, timeout=60)
+    assert [name for name, _ in found] == [error, error] and message in found[0][1]

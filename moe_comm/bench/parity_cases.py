@@ -1,0 +1,87 @@
+"""The mappings that ``moe-comm parity`` compares with one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+PIPELINES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One mapping. settings: dotted keys of the configuration that differ from the common one.
+
+    mode: "dropless", "capacity (batch)": drops decided over the whole micro-batch, or "capacity (rank)": decided by
+    each rank, which has no parity: it depends on how tokens are spread.
+    """
+
+    name: str
+    ranks: int
+    settings: tuple[str, ...] = ()
+    mode: str = "dropless"
+
+    @property
+    def has_parity(self) -> bool:
+        return self.mode != "capacity (rank)"
+
+    @property
+    def overrides(self) -> list[str]:
+        """As ``train.config.load`` takes them."""
+        scope = {"capacity (batch)": "batch", "capacity (rank)": "rank"}.get(self.mode)
+        drops = [] if scope is None else ["model.capacity=1.0", f"model.capacity_scope={scope}"]
+        return [f"parallel.ranks={self.ranks}", *self.settings, *drops]
+
+
+def _case(name: str, ranks: int, mode: str = "dropless", **parallel: Any) -> Case:
+    return Case(name, ranks, tuple(f"parallel.{key}={value}" for key, value in parallel.items()), mode)
+
+
+CASES: tuple[Case, ...] = (
+    _case("tp 2", 2, tp=2, ep=1),
+    _case("cp 2, ulysses", 2, cp=2, ep=1),
+    _case("cp 2, ring", 2, cp=2, ep=1, context="ring"),
+    _case("dp 2", 2, ep=1),
+    _case("dp 2, zero1", 2, ep=1, sharding="zero1"),
+    _case("dp 2, fsdp", 2, ep=1, sharding="fsdp"),
+    _case("ep 2", 2, ep=2),
+    _case("etp 2", 2, ep=1, etp=2),
+    _case("ep 2, fsdp", 2, ep=2, sharding="fsdp"),
+    *(_case(f"pp 2, {schedule}", 2, pp=2, schedule=schedule) for schedule in PIPELINES),
+    _case("ep 2, capacity", 2, "capacity (batch)", ep=2),
+    _case("tp 2, ep 2, capacity", 2, "capacity (batch)", tp=2, ep=2),
+    _case("cp 2, ring, ep 2, capacity", 2, "capacity (batch)", cp=2, context="ring", ep=2),
+    _case("ep 2, capacity by rank", 2, "capacity (rank)", ep=2),
+    _case("ep 4", 4, ep=4),
+    _case("ep 2, edp 2, fsdp", 4, ep=2, sharding="fsdp"),
+    _case("tp 2, dp 2 | ep 4", 4, tp=2, ep=4),
+    _case("tp 2, cp 2 ring | etp 2, ep 2", 4, tp=2, cp=2, context="ring", etp=2, ep=2),
+    _case("cp 4, ring | ep 4", 4, cp=4, context="ring", ep=4),
+    _case("cp 4, ulysses | ep 2, zero1", 4, cp=4, ep=2, sharding="zero1"),
+    _case("pp 2, dp 2 | ep 2, 1f1b, fsdp", 4, pp=2, dp=2, ep=2, sharding="fsdp"),
+    _case("pp 2, dp 2 | ep 2, zbv, zero1", 4, pp=2, dp=2, ep=2, schedule="zbv", sharding="zero1"),
+    _case("pp 2, tp 2 | ep 2, dualpipev", 4, pp=2, tp=2, ep=2, schedule="dualpipev"),
+    _case("pp 4, 1f1b", 4, pp=4),
+    _case("tp 2, dp 2 | ep 4, capacity", 4, "capacity (batch)", tp=2, ep=4),
+    _case("tp 2, cp 2, dp 2 | ep 8", 8, tp=2, cp=2, dp=2, ep=8),
+    _case("tp 2, cp 2 ring, dp 2 | ep 8, fsdp", 8, tp=2, cp=2, dp=2, ep=8, context="ring", sharding="fsdp"),
+    _case("tp 4, dp 2 | etp 2, ep 4", 8, tp=4, dp=2, etp=2, ep=4),
+    _case("pp 2, tp 2, dp 2 | ep 4", 8, pp=2, tp=2, dp=2, ep=4),
+    _case("pp 2, tp 2, dp 2 | ep 4, zbv, zero1", 8, pp=2, tp=2, dp=2, ep=4, schedule="zbv", sharding="zero1"),
+)
+"""Every kind of parallelism alone, then mixtures on 4 and 8 ranks."""
+
+QUICK = (
+    "tp 2",
+    "cp 2, ulysses",
+    "cp 2, ring",
+    "dp 2, fsdp",
+    "ep 2",
+    "etp 2",
+    "pp 2, 1f1b",
+    "pp 2, zbv",
+    "ep 2, capacity",
+    "tp 2, dp 2 | ep 4",
+    "tp 2, cp 2 ring | etp 2, ep 2",
+)
+"""Names of the cases that fit into a test run."""

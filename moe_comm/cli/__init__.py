@@ -1,0 +1,75 @@
+"""The ``moe-comm`` command: one thin function a subcommand. What they do lives in the modules they call.
+
+Exit codes: 0 done; 1 it failed, or ``doctor`` found something broken; 2 the request was wrong (flags, configuration,
+unreadable file, missing extra); 128 + n stopped by signal n.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from moe_comm.cli import check, train
+from moe_comm.cli.bench import bench
+from moe_comm.errors import ConfigError, MissingDependency, MoeCommError
+from moe_comm.runtime import cpu_guard
+from moe_comm.runtime.launch import Interrupted, RankFailed
+
+USAGE_ERROR = 2
+# typer raises click's own exceptions, from whichever copy of click it carries.
+_ClickError: type[Exception] = typer.BadParameter.mro()[2]
+
+app = typer.Typer(
+    name="moe-comm",
+    help="Mixture-of-Experts layers whose experts live on different ranks.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(check.app)
+app.add_typer(train.app)
+app.add_typer(bench, name="bench")
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code; whatever was wrong is one line on standard error."""
+    cpu_guard.apply()
+    try:
+        code = app(args=None if arguments is None else list(arguments), prog_name="moe-comm", standalone_mode=False)
+    except _ClickError as error:
+        # Its message carries the option and click's own "Did you mean"; it is empty where help was shown instead.
+        return _fail(error.format_message().replace("Value error, ", ""), USAGE_ERROR)  # type: ignore[attr-defined]
+    except (ConfigError, MissingDependency) as error:
+        return _fail(error, USAGE_ERROR)
+    except Interrupted as error:
+        return _fail(error, 128 + error.number)
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail("interrupted", 128 + signal.SIGINT)
+    except RankFailed as error:
+        if error.details:
+            print(error.details, file=sys.stderr)
+        return _fail(error, 1)
+    except MoeCommError as error:
+        return _fail(error, 1)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        return _fail(f"{error.filename}: {error.strerror}", USAGE_ERROR)
+    if code == 128 + signal.SIGINT:  # typer's own answer to an interrupt
+        return _fail("interrupted", code)
+    return code if isinstance(code, int) else 0
+
+
+def _fail(error: object, code: int) -> int:
+    text = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    if text:
+        print(f"moe-comm: error: {text}", file=sys.stderr)
+    return code
+
+
+def main() -> None:
+    """Entry point of the ``moe-comm`` script."""
+    sys.exit(run())

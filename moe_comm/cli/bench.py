@@ -1,0 +1,110 @@
+"""``moe-comm bench``: what things cost on this machine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from moe_comm.cli.options import (
+    Backend,
+    Device,
+    DeviceOf,
+    Dtype,
+    DtypeOf,
+    Experts,
+    Hidden,
+    Iterations,
+    JsonOut,
+    Peers,
+    Preset,
+    Ranks,
+    Seed,
+    Tokens,
+    TopK,
+    Warmup,
+    chosen,
+    load,
+)
+
+bench = typer.Typer(no_args_is_help=True, help="Measure dispatch and combine, a whole MoE layer, or training steps.")
+
+
+@bench.command("dispatch")
+def bench_dispatch(
+    ranks: Ranks = 2,
+    tokens: Tokens = 4096,
+    hidden: Hidden = 1024,
+    experts: Experts = 64,
+    top_k: TopK = 8,
+    dtype: DtypeOf = Dtype.float32,
+    backend: Backend = "auto",
+    device: DeviceOf = Device.cpu,
+    backward: Annotated[bool, typer.Option(help="Measure the two backward passes too.")] = True,
+    peers: Peers = None,
+    warmup: Warmup = 2,
+    iterations: Iterations = 0,
+    seed: Seed = 0,
+    json_out: JsonOut = None,
+) -> None:
+    """Dispatch and combine against torch + gloo, MPICH, and the bare copy of the same bytes."""
+    settings = load("moe_comm.bench.settings", "bench")
+    values = chosen(peers, ranks=ranks, tokens=tokens, hidden=hidden, experts=experts, top_k=top_k, dtype=dtype.value)
+    values |= {"backend": backend, "device": device.value, "backward": backward}
+    values |= {"warmup": warmup, "iterations": iterations, "seed": seed}
+    load("moe_comm.bench.dispatch", "bench").main(settings.DispatchBench(**values), json_out)
+
+
+@bench.command("layer")
+def bench_layer(
+    ranks: Ranks = 2,
+    tokens: Tokens = 4096,
+    hidden: Hidden = 1024,
+    ffn: Annotated[int, typer.Option(min=1, help="Width of each expert.")] = 512,
+    experts: Experts = 64,
+    top_k: TopK = 8,
+    dtype: DtypeOf = Dtype.float32,
+    backend: Backend = "auto",
+    device: DeviceOf = Device.cpu,
+    preset: Annotated[
+        Preset | None, typer.Option(help="Shape to use instead: comm (many small experts) or compute (few wide ones).")
+    ] = None,
+    memory: Annotated[bool, typer.Option(help="Measure each contestant's peak memory too.")] = True,
+    peers: Peers = None,
+    warmup: Warmup = 2,
+    iterations: Iterations = 0,
+    seed: Seed = 0,
+    json_out: JsonOut = None,
+) -> None:
+    """A whole MoE layer, forward and backward, against Hugging Face and torchtitan."""
+    settings = load("moe_comm.bench.settings", "bench")
+    values = chosen(peers, ranks=ranks, tokens=tokens, hidden=hidden, experts=experts, top_k=top_k, dtype=dtype.value)
+    values |= {"ffn": ffn, "backend": backend, "device": device.value, "memory": memory}
+    values |= {"warmup": warmup, "iterations": iterations, "seed": seed}
+    if preset is not None:
+        values |= settings.LAYER_PRESETS[preset.value]
+    load("moe_comm.bench.layer", "bench").main(settings.LayerBench(**values), json_out)
+
+
+@bench.command("train")
+def bench_train(
+    ranks: Ranks = 2,
+    preset: Annotated[
+        Preset, typer.Option(help="Shape: comm (many small experts) or compute (few wide ones).")
+    ] = Preset.comm,
+    layers: Annotated[int | None, typer.Option(min=1, help="Instead of the preset's.")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=2, help="Tokens of a sequence, instead of the preset's.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences of a rank, instead of the preset's.")] = None,
+    sharding: Annotated[str, typer.Option(help="Of ours: replicate, zero1 or fsdp.")] = "replicate",
+    peers: Peers = None,
+    warmup: Warmup = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Rounds to take the median of.")] = 7,
+    seed: Seed = 0,
+    json_out: JsonOut = None,
+) -> None:
+    """Whole training steps against Hugging Face (EP with FSDP2, FSDP2, DDP), DeepSpeed's AutoEP, and one process."""
+    settings = load("moe_comm.bench.train_settings", "bench")
+    given = {"layers": layers, "seq_len": seq_len, "batch": batch}
+    values = chosen(peers, ranks=ranks, sharding=sharding, warmup=warmup, steps=steps, seed=seed)
+    values |= settings.TRAIN_PRESETS[preset.value] | {key: value for key, value in given.items() if value is not None}
+    load("moe_comm.bench.train", "bench").main(settings.TrainBench(**values), json_out)

@@ -1,0 +1,140 @@
+"""Commands that look and compare: ``doctor``, ``mesh``, ``check-grads``, ``parity``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, get_args
+
+import typer
+
+from moe_comm.cli.options import (
+    Backend,
+    Config,
+    Device,
+    DeviceOf,
+    Experts,
+    Hidden,
+    JsonOut,
+    Overrides,
+    Ranks,
+    Seed,
+    Settings,
+    TopK,
+    load,
+    one_of,
+)
+from moe_comm.runtime.launch import init_ranks, launch
+
+if TYPE_CHECKING:
+    from moe_comm.layers.grad_check import CheckGradsConfig, GradReport
+
+app = typer.Typer()
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Look at this machine: what is there, what each backend can do, and what to do about what is missing."""
+    from moe_comm.runtime import doctor as examination
+
+    report = examination.examine()
+    if as_json:
+        typer.echo(report.to_json())
+    else:
+        examination.show(report)
+    if not report.healthy:
+        raise typer.Exit(1)
+
+
+@app.command()
+def mesh(
+    config: Config,
+    overrides: Overrides = None,
+    settings: Settings = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks to lay out.  [default: parallel.ranks]")] = None,
+) -> None:
+    """Show which rank sits where on both sides of a folded mapping, and over which ranks gradients are summed."""
+    from moe_comm.topology import picture
+
+    configuration = load("moe_comm.train.config", "train")
+    found = configuration.load(config, [*(overrides or []), *(settings or [])])
+    typer.echo(picture(found.parallel.mapping(ranks or found.parallel.ranks)))
+
+
+@app.command("check-grads")
+def check_grads(
+    ranks: Ranks = 2,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank.")] = 37,
+    hidden: Hidden = 64,
+    ffn: Annotated[int, typer.Option(min=1, help="Width of each expert.")] = 96,
+    experts: Experts = 8,
+    top_k: TopK = 2,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
+    backend: Backend = "auto",
+    device: DeviceOf = Device.cpu,
+    score: Annotated[str, typer.Option(help="How the router scores: softmax, sigmoid or topk_softmax.")] = "softmax",
+    shared_ffn: Annotated[int, typer.Option(min=0, help="Width of a shared expert; 0: none.")] = 0,
+    deterministic: Annotated[bool, typer.Option(help="Demand equal bits for any number of ranks.")] = True,
+    tolerance: Annotated[float | None, typer.Option(help="Largest difference over largest value.")] = None,
+    cases: Annotated[list[str] | None, typer.Option("--case", help="Only this one; repeat for more.")] = None,
+    seed: Seed = 0,
+) -> None:
+    """Compare an expert-parallel layer's output and every gradient with one rank's and with float64."""
+    from moe_comm.layers.grad_check import CASES, CheckGradsConfig
+    from moe_comm.layers.router import Score
+
+    config = CheckGradsConfig(
+        hidden=hidden,
+        ffn=ffn,
+        num_experts=experts,
+        top_k=top_k,
+        tokens=tokens,
+        backend=backend,
+        dtype=dtype,
+        device=device.value,
+        score=one_of("score", score, get_args(Score)),
+        shared_ffn=shared_ffn,
+        deterministic=deterministic,
+        tolerance=tolerance,
+        seed=seed,
+        cases=tuple(one_of("case", case, CASES) for case in cases or CASES),
+    )
+    report = launch(_check_grads_rank, (config,), ranks)[0]
+    if report is None:  # under torchrun the first rank speaks for all
+        return
+    typer.echo(str(report))
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _check_grads_rank(config: CheckGradsConfig) -> GradReport | None:
+    import torch.distributed as dist
+
+    from moe_comm.layers.grad_check import run_check_grads
+
+    with init_ranks(config.device) as ranks:
+        report = run_check_grads(config, dist.group.WORLD if ranks.world > 1 else None)
+    return report if ranks.rank == 0 or not report.ok else None
+
+
+@app.command()
+def parity(
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each training run.")] = 20,
+    mappings: Annotated[
+        list[str] | None, typer.Option("--mapping", help="Only this one, by its name in the table; repeat for more.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Only a few mappings, one of each kind.")] = False,
+    optimizers: Annotated[
+        list[str] | None, typer.Option("--optimizer", help="sgd, adamw, lamb or muon; repeat.  [default: sgd, adamw]")
+    ] = None,
+    settings: Settings = None,
+    json_out: JsonOut = None,
+) -> None:
+    """Train the same model on one process and on every mapping, and compare losses, gradient norms and weights."""
+    from moe_comm.bench.parity_cases import QUICK
+
+    names = [*(mappings or []), *(QUICK if quick else ())]
+    module = load("moe_comm.bench.parity", "train")
+    chosen = [one_of("optimizer", name, tuple(module.LR)) for name in optimizers or module.OPTIMIZERS]
+    if not module.main(json_out, steps=steps, names=names, optimizers=chosen, settings=settings or []):
+        raise typer.Exit(1)

@@ -1,0 +1,74 @@
+"""``moe-comm train`` and what belongs to a run: ``data``, ``export``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moe_comm.cli.options import Config, Overrides, Settings, load
+from moe_comm.runtime.launch import init_ranks, launch
+
+app = typer.Typer()
+
+
+@app.command()
+def train(
+    config: Config,
+    overrides: Overrides = None,
+    settings: Settings = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks to start here.  [default: parallel.ranks]")] = None,
+    resume: Annotated[
+        str | None, typer.Option(help="no, or auto: go on from the newest checkpoint.  [default: checkpoint.resume]")
+    ] = None,
+    restarts: Annotated[
+        int, typer.Option(min=0, help="Start all ranks again, from the last checkpoint, this often if one dies.")
+    ] = 0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Build it without memory; print parameters, memory and mapping.")
+    ] = False,
+) -> None:
+    """Train an MoE language model, its attention and its experts folded onto the same ranks."""
+    configuration = load("moe_comm.train.config", "train")
+    changes = [*(overrides or []), *(settings or [])]
+    if ranks is not None:
+        changes.append(f"parallel.ranks={ranks}")
+    if resume is not None:
+        changes.append(f"checkpoint.resume={resume}")
+    # Read here as well as on the ranks, so that a mistake is reported before anything starts.
+    found = configuration.load(config, changes)
+    if dry_run:
+        typer.echo(load("moe_comm.train.dry_run", "train").describe(found))
+        return
+    launch(_train_rank, (config, changes, found.parallel.timeout_s), found.parallel.ranks, restarts=restarts)
+
+
+def _train_rank(config: str, overrides: list[str], timeout_s: float) -> None:
+    from moe_comm import train as training
+
+    with init_ranks("cpu", timeout_s) as ranks:
+        # Ranks that were started again go on with the run that those before them began, the newest of its name.
+        again = ["checkpoint.resume=auto"] if ranks.restarts else []
+        training.run(config, [*overrides, *again])
+
+
+@app.command()
+def data(config: Config, overrides: Overrides = None, settings: Settings = None) -> None:
+    """Tokenise a configuration's text into its cache, as training would, check it, and say what is in it."""
+    configuration = load("moe_comm.train.config", "train")
+    found = configuration.load(config, [*(overrides or []), *(settings or [])])
+    corpus = load("moe_comm.train.corpus", "train")
+    for path in corpus.prepare_all(load("moe_comm.train.feed", "train").corpus_settings(found.data, found.run.seed)):
+        lines = corpus.describe(path).lines()
+        typer.echo("\n".join(f"{name:<18}{value}" for name, value in lines))
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or one of its checkpoints.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
+) -> None:
+    """Write a checkpoint as a Hugging Face folder: config.json, safetensors and tokenizer."""
+    load("moe_comm.train.export", "train").export_run(run, out)
+    typer.echo(f"wrote {out}")

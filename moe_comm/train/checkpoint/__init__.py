@@ -1,0 +1,21 @@
+"""Checkpoints: asynchronous, atomic, checksummed, without pickle, and loadable on any other mapping."""
+
+from moe_comm.train.checkpoint.entries import Entry
+from moe_comm.train.checkpoint.folder import latest
+from moe_comm.train.checkpoint.loading import Loaded, load
+from moe_comm.train.checkpoint.reader import CheckpointReader, read_tensor
+from moe_comm.train.checkpoint.rng import restore_rng, rng_state
+from moe_comm.train.checkpoint.saving import Checkpointer, SaveReport
+
+__all__ = [
+    "CheckpointReader",
+    "Checkpointer",
+    "Entry",
+    "Loaded",
+    "SaveReport",
+    "latest",
+    "load",
+    "read_tensor",
+    "restore_rng",
+    "rng_state",
+]

@@ -1,0 +1,190 @@
+"""Files of a checkpoint: written once, hashed while written, flushed to the disk; safetensors and JSON, no pickle.
+
+A data file is a safetensors file, so any reader of that format opens it:
+
+    8 bytes   length of the header, little-endian
+    header    JSON: name of a part -> dtype, shape, data_offsets; padded with spaces to a multiple of 8
+    data      the parts end to end, wide dtypes first, so that each is aligned
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from moe_comm.errors import CheckpointError
+
+BLOCK = 1 << 24
+"""Bytes that are written, hashed or read at once."""
+DTYPES: Mapping[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Names of dtypes in safetensors and in metadata.json."""
+NAMED_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Digest:
+    """A file as it was written: its size in bytes and the SHA-256 of its content."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor to write under ``key``; on the CPU, any strides."""
+
+    key: str
+    tensor: Tensor
+
+
+class HashedFile:
+    """A new file that is hashed as it is written, and on the disk when it is closed without an error."""
+
+    def __init__(self, path: Path) -> None:
+        self._hash = hashlib.sha256()
+        self._size = 0
+        self._file = open(path, "xb")  # noqa: SIM115  closed by __exit__
+
+    def __enter__(self) -> HashedFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+
+    def write(self, content: bytes | memoryview) -> None:
+        view = memoryview(content)
+        for start in range(0, len(view), BLOCK):
+            block = view[start : start + BLOCK]
+            self._hash.update(block)
+            write_block(self._file, block)
+            self._size += len(block)
+
+    @property
+    def digest(self) -> Digest:
+        return Digest(self._size, self._hash.hexdigest())
+
+
+def write_block(file: IO[bytes], block: memoryview) -> None:
+    """The one place where a checkpoint's bytes go to the disk."""
+    file.write(block)
+
+
+def write_parts(path: Path, parts: Sequence[Part], note: Mapping[str, str]) -> tuple[Digest, list[int]]:
+    """Write ``parts`` as a new safetensors file.
+
+    Args:
+        note: the header's free ``__metadata__``.
+
+    Returns:
+        The file's digest, and where the data of each part starts in it (bytes from the start of the file).
+
+    Raises:
+        OSError: as the system has it.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(note)}
+    starts = [0] * len(parts)
+    end = 0
+    order = sorted(range(len(parts)), key=lambda n: -parts[n].tensor.element_size())
+    for n in order:
+        tensor = parts[n].tensor
+        starts[n], end = end, end + tensor.numel() * tensor.element_size()
+        header[parts[n].key] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [starts[n], end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with HashedFile(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for n in order:
+            file.write(bytes_of(parts[n].tensor))
+    return file.digest, [8 + len(text) + start for start in starts]
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The content of a CPU tensor, copied only where it is not contiguous."""
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    return flat.numpy().data
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> Digest:
+    """Write ``value`` as a new JSON file.
+
+    Raises:
+        OSError: as the system has it.
+    """
+    with HashedFile(path) as file:
+        # Without a newline at its end, of which a cut file could lack without a sign.
+        file.write(json.dumps(value, separators=(",", ":"), allow_nan=False).encode())
+    return file.digest
+
+
+def parse_json(content: bytes, what: str) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{what} is damaged: it is not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{what} is damaged: it is not a JSON object")
+    return value
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def digest_of(path: Path) -> Digest:
+    """Read a file through and hash it.
+
+    Raises:
+        OSError: as the system has it.
+    """
+    digest = hashlib.sha256()
+    size = 0
+    buffer = memoryview(bytearray(BLOCK))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            size += count
+    return Digest(size, digest.hexdigest())
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,197 @@
+"""Read a checkpoint: in one process, lazily, nothing before the file it is in has proved intact."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Size, Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from moe_comm.errors import CheckpointError
+from moe_comm.train.checkpoint import files
+from moe_comm.train.checkpoint.files import Digest, parse_json
+from moe_comm.train.checkpoint.folder import MANIFEST, METADATA, read_marker
+from moe_comm.train.checkpoint.metadata import Place, decode, digests
+
+
+class CheckpointReader:
+    """A complete checkpoint. Needs no process group; holds no tensor and no open file.
+
+    Opening it reads and verifies its JSON. A data file is hashed once, before the first tensor is read from it.
+
+    Args:
+        path: the folder of one checkpoint, ``step-00000100``.
+
+    Attributes:
+        step: after which step of training it was taken.
+        state: what all ranks shared. ranks: what each rank that saved it gave of its own.
+
+    Raises:
+        CheckpointError: it is not complete or damaged; names the file.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        marker = read_marker(self.path)
+        manifest = self._read(MANIFEST)
+        if files.sha256(manifest) != marker.manifest:
+            raise CheckpointError(self._damaged(MANIFEST, "its sha256 differs from the one in COMPLETE"))
+        self.files = digests(parse_json(manifest, self._what(MANIFEST)), self._what(MANIFEST))
+        text = self._read(METADATA)
+        if METADATA not in self.files or self.files[METADATA] != Digest(len(text), files.sha256(text)):
+            raise CheckpointError(self._damaged(METADATA, f"its size or sha256 differs from the one in {MANIFEST}"))
+        saved = decode(parse_json(text, self._what(METADATA)), self.files, self._what(METADATA))
+        self.step, self.state, self.ranks = saved.step, saved.state, saved.ranks
+        self.metadata, self.tensors = saved.metadata, saved.tensors
+        self._verified: set[str] = set()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all tensors, sorted."""
+        return tuple(sorted(self.tensors))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Global shape of a tensor."""
+        return tuple(self._tensor(name).size)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensor(name).properties.dtype
+
+    def read(self, name: str) -> Tensor:
+        """One whole tensor, on the CPU, in the dtype it was saved in.
+
+        Raises:
+            CheckpointError: there is none of this name, or a file that it is in is damaged.
+        """
+        tensor = self._tensor(name)
+        whole = torch.empty(tensor.size, dtype=tensor.properties.dtype)
+        filled = 0
+        for chunk in tensor.chunks:
+            index = MetadataIndex(name, chunk.offsets)
+            box = tuple(slice(at, at + n) for at, n in zip(chunk.offsets, chunk.sizes, strict=True))
+            self.verify([self.place(index).file])
+            self.copy(index, chunk.sizes, Size([0] * len(chunk.sizes)), chunk.sizes, whole[box])
+            filled += math.prod(chunk.sizes)
+        if filled != whole.numel():
+            raise CheckpointError(f"{self.path} holds {filled} of the {whole.numel()} elements of {name}")
+        return whole
+
+    def place(self, index: MetadataIndex) -> Place:
+        """Where a part of a tensor is."""
+        place: Place = self.metadata.storage_data[index]
+        return place
+
+    def verify(self, names: Iterable[str] | None = None) -> None:
+        """Hash files (all by default), each once in the life of this reader.
+
+        Raises:
+            CheckpointError: one is missing, truncated, or not what was written; names it.
+        """
+        for name in self.files if names is None else names:
+            if name in self._verified:
+                continue
+            expected = self.files[name]
+            try:
+                size = (self.path / name).stat().st_size
+                if size == expected.size:
+                    found = files.digest_of(self.path / name)
+            except OSError as error:
+                raise CheckpointError(self._damaged(name, error.strerror or str(error))) from None
+            if size != expected.size:
+                raise CheckpointError(self._damaged(name, f"it has {size} bytes, and was written with {expected.size}"))
+            if found != expected:
+                raise CheckpointError(self._damaged(name, f"its sha256 differs from the one in {MANIFEST}"))
+            self._verified.add(name)
+
+    def copy_item(self, item: ReadItem, target: Tensor) -> None:
+        """Fill ``target`` as a read plan has it."""
+        chunk = self.tensors[item.storage_index.fqn].chunks[item.storage_index.index or 0]
+        self.copy(item.storage_index, chunk.sizes, item.storage_offsets, item.lengths, target)
+
+    def copy(self, index: MetadataIndex, sizes: Size, offsets: Size, lengths: Size, target: Tensor) -> None:
+        """Fill ``target`` (shape ``lengths``, any device and strides) from a box within one part of shape ``sizes``.
+
+        The file must have been verified.
+        """
+        place, dtype = self.place(index), self.dtype(index.fqn)
+        try:
+            handle = os.open(self.path / place.file, os.O_RDONLY)
+            try:
+                if not sizes:
+                    sizes, offsets, lengths, target = Size([1]), Size([0]), Size([1]), target.view(1)
+                _copy(handle, place.start, sizes, offsets, lengths, dtype, target)
+            finally:
+                os.close(handle)
+        except OSError as error:
+            raise CheckpointError(self._damaged(place.file, error.strerror or str(error))) from None
+        except EOFError:
+            raise CheckpointError(self._damaged(place.file, "it became shorter while it was read")) from None
+
+    def _tensor(self, name: str) -> TensorStorageMetadata:
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.path} holds no tensor {name!r}; it holds {few(self.names)}")
+        return self.tensors[name]
+
+    def _read(self, name: str) -> bytes:
+        try:
+            return (self.path / name).read_bytes()
+        except OSError as error:
+            raise CheckpointError(self._damaged(name, error.strerror or str(error))) from None
+
+    def _what(self, name: str) -> str:
+        return f"{name} of {self.path}"
+
+    def _damaged(self, name: str, how: str) -> str:
+        return f"{self._what(name)} is damaged: {how}. Restore the file, or load an earlier checkpoint"
+
+
+def read_tensor(path: str | Path, name: str) -> Tensor:
+    """One whole tensor of the checkpoint at ``path``; for several keep a ``CheckpointReader``, which hashes once.
+
+    Raises:
+        CheckpointError: no such tensor or checkpoint, or a file is damaged.
+    """
+    return CheckpointReader(path).read(name)
+
+
+def few(names: Sequence[str], count: int = 8) -> str:
+    """The first of ``names``, and how many there are."""
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return (", ".join(names[:count]) or "nothing") + more
+
+
+def _copy(
+    handle: int, start: int, sizes: Size, offsets: Size, lengths: Size, dtype: torch.dtype, target: Tensor
+) -> None:
+    """Fill ``target`` from the box at ``offsets`` of the tensor of shape ``sizes`` that starts at byte ``start``."""
+    row = math.prod(sizes[1:]) * dtype.itemsize
+    if row > files.BLOCK and len(sizes) > 1:
+        # A row of an expert's weights may be hundreds of megabytes, of which only a part is wanted.
+        for n in range(lengths[0]):
+            at = start + (offsets[0] + n) * row
+            _copy(handle, at, sizes[1:], offsets[1:], lengths[1:], dtype, target[n])
+        return
+    step = max(1, files.BLOCK // max(1, row))
+    for first in range(0, lengths[0], step):
+        count = min(step, lengths[0] - first)
+        content = _pread(handle, start + (offsets[0] + first) * row, count * row)
+        block = torch.frombuffer(content, dtype=dtype).view(count, *sizes[1:])
+        for dim in range(1, len(sizes)):
+            block = block.narrow(dim, offsets[dim], lengths[dim])
+        target[first : first + count].copy_(block)
+
+
+def _pread(handle: int, at: int, count: int) -> bytearray:
+    content = bytearray(count)
+    view, filled = memoryview(content), 0
+    while filled < count:
+        got = os.preadv(handle, [view[filled:]], at + filled)
+        if not got:
+            raise EOFError
+        filled += got
+    return content

@@ -1,0 +1,48 @@
+"""The state of this process's random number generators, as JSON can hold it."""
+
+from __future__ import annotations
+
+import base64
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_comm.errors import CheckpointError
+
+
+def rng_state() -> dict[str, Any]:
+    """State of torch's CPU generator, that of the current GPU where it is in use, and Python's."""
+    state: dict[str, Any] = {"torch": _text(torch.get_rng_state())}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = _text(torch.cuda.get_rng_state())
+    version, words, gauss = random.getstate()
+    state["python"] = [version, list(words), gauss]
+    return state
+
+
+def restore_rng(state: Mapping[str, Any]) -> None:
+    """Set the generators to what ``rng_state`` returned.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    try:
+        version, words, gauss = state["python"]
+        restored, cuda = _tensor(state["torch"]), state.get("cuda")
+        random.setstate((version, tuple(words), gauss))
+        torch.set_rng_state(restored)
+        if cuda is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(_tensor(cuda))
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"not a state of random number generators: {type(error).__name__}: {error}") from None
+
+
+def _text(state: Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _tensor(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)

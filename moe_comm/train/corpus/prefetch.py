@@ -1,0 +1,60 @@
+"""The next step's data, read while the device works on this one's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Prefetch(Generic[T]):
+    """Calls ``load(step + 1)`` in a thread while the caller works on ``step``; never further ahead.
+
+        with Prefetch(load, last=steps) as data:
+            for step in range(first, steps):
+                batches = data.get(step)
+
+    Args:
+        load: what to do for a step. It is called in one thread, never twice at once.
+        last: the first step that is not wanted.
+
+    Attributes:
+        waited_s: seconds that ``get`` has waited in all: the part of reading that work did not hide.
+    """
+
+    def __init__(self, load: Callable[[int], T], last: int) -> None:
+        self._load = load
+        self._last = last
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="data")
+        self._next: tuple[int, Future[T]] | None = None
+        self.waited_s = 0.0
+
+    def get(self, step: int) -> T:
+        """The data of ``step``. What ``load`` raised for it is raised here."""
+        began = time.perf_counter()
+        if self._next is None or self._next[0] != step:
+            self._drop()
+            self._next = (step, self._pool.submit(self._load, step))
+        result = self._next[1].result()
+        self.waited_s += time.perf_counter() - began
+        self._next = (step + 1, self._pool.submit(self._load, step + 1)) if step + 1 < self._last else None
+        return result
+
+    def close(self) -> None:
+        """End the thread; waits for the load in progress."""
+        self._drop()
+        self._pool.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> Prefetch[T]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _drop(self) -> None:
+        if self._next is not None:
+            self._next[1].cancel()
+            self._next = None

@@ -1,0 +1,79 @@
+"""LAMB (arXiv 1904.00962, algorithm 2; MegaScale trains with it at four times the batch, arXiv 2402.15627).
+
+    update = m^ / (sqrt(v^) + eps) + decay * w             as AdamW
+    w     -= lr * |w| / |update| * update                  norms over the whole parameter (ratio 1 if one is 0)
+
+A parameter is spread over ranks in up to two ways: cut by tensor or expert parallelism, and dealt out by rows to the
+ranks that own it. Each rank squares what it stands for, and one all-reduce over the stage adds up the squares of all
+parameters. Each expert of a stack is a parameter by itself, as it would be if it stood alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moe_comm.layers.collectives import sum_values
+from moe_comm.topology import FoldedMesh
+from moe_comm.train.optim.base import Optimizer, OptimizerOptions, gradient, is_stack, stacked
+from moe_comm.train.parallel.norm import squared_norm
+from moe_comm.train.parallel.owned import Owned
+
+
+class LAMB(Optimizer):
+    """LAMB. State: ``exp_avg``, ``exp_avg_sq``."""
+
+    def __init__(self, owned: Sequence[Owned], mesh: FoldedMesh, options: OptimizerOptions) -> None:
+        super().__init__(owned, mesh, options)
+        self._make_state(self.owned, "exp_avg", "exp_avg_sq")
+        self._slots: list[slice] = []
+        end = 0
+        for item in self.owned:
+            begin, end = end, end + (item.sharding.shape[0] if is_stack(item) else 1)
+            self._slots.append(slice(begin, end))
+        self._size = end
+
+    def _step(self, lr: float) -> None:
+        updates = [self._update(item) for item in self.owned]
+        ratios = self._ratios(updates)
+        for item, update, ratio in zip(self.owned, updates, ratios, strict=True):
+            item.value.sub_(update.mul_(ratio.to(update.dtype)), alpha=lr)
+
+    def _update(self, item: Owned) -> Tensor:
+        beta1, beta2 = self.options.betas
+        state, grad = self._state[item.name], gradient(item)
+        mean = state["exp_avg"].lerp_(grad, 1 - beta1)
+        square = state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        root = (square / (1 - beta2**self.steps)).sqrt_().add_(self.options.eps)
+        update = (mean / (1 - beta1**self.steps)).div_(root)
+        return update.add_(item.value, alpha=self._decay(item))
+
+    def _ratios(self, updates: Sequence[Tensor]) -> list[Tensor]:
+        """|w| / |update| for each value: a scalar, or one for each expert, shaped to multiply it."""
+        device = updates[0].device if updates else torch.device(self.mesh.device)
+        squares = torch.zeros(2, self._size, dtype=torch.float64, device=device)
+        for item, update, slot in zip(self.owned, updates, self._slots, strict=True):
+            if item.counts_once(self.mesh.place):
+                for row, values in zip(squares[:, slot], (item.value, update), strict=True):
+                    if is_stack(item):
+                        for local, experts in stacked(item, self.mesh):
+                            row[experts] += _squares(values[local])
+                    else:
+                        row[0] += squared_norm(values)
+        norms = sum_values(squares, self.mesh.group("tp", "cp", "dp")).sqrt_()
+        ratio = torch.where((norms > 0).all(0), norms[0] / norms[1], torch.ones_like(norms[0]))
+        return [self._spread(item, ratio[slot]) for item, slot in zip(self.owned, self._slots, strict=True)]
+
+    def _spread(self, item: Owned, ratio: Tensor) -> Tensor:
+        if not is_stack(item):
+            return ratio[0]
+        mine = [ratio[experts] for _, experts in stacked(item, self.mesh)]
+        return torch.cat([*mine, ratio[:0]]).view(-1, *[1] * (item.value.dim() - 1))
+
+
+def _squares(values_ER: Tensor) -> Tensor:
+    """[E] float64: the squared norm of each expert's own."""
+    norms: Tensor = torch.linalg.vector_norm(values_ER.flatten(1), dim=1, dtype=torch.float64)
+    return norms.square()

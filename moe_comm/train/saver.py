@@ -1,0 +1,132 @@
+"""A run's checkpoints: which tensors make up its state, and how a model's weights are written for others to load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_comm.errors import CheckpointError
+from moe_comm.layers.load import moe_layers
+from moe_comm.layers.transformer import EMBEDDING, HEAD
+from moe_comm.train import config as configuration
+from moe_comm.train.checkpoint import Checkpointer, Entry, Loaded
+from moe_comm.train.config import TrainConfig
+from moe_comm.train.corpus import Corpus
+from moe_comm.train.trainer import Machinery
+
+MODEL, OPTIMIZER = "model", "optimizer"
+
+
+class RunSaver:
+    """Saves and restores a run in ``folder``. Every rank makes one alike. Collective."""
+
+    def __init__(
+        self, folder: Path, config: TrainConfig, machinery: Machinery, corpus: Corpus, extra: Mapping[str, Any]
+    ) -> None:
+        """``extra``: what else the checkpoint is to say, in JSON."""
+        self._config, self._machinery, self._corpus, self._extra = config, machinery, corpus, extra
+        self._checkpoints = Checkpointer(
+            folder, keep=config.checkpoint.keep, timeout_s=max(1800.0, config.parallel.timeout_s)
+        )
+
+    def wait_staged(self) -> float:
+        """Seconds until the weights may change."""
+        return self._checkpoints.wait_staged()
+
+    def save(self, step: int) -> None:
+        """Save after ``step`` steps.
+
+        Raises:
+            CheckpointError: it failed, or in the background the save before it.
+        """
+        self._checkpoints.save(step, self.entries(), self._state(step))
+        if not self._config.checkpoint.background:
+            self._checkpoints.wait()
+
+    def finish(self) -> None:
+        """Wait until the last save is on the disk.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        self._checkpoints.wait()
+
+    @property
+    def stall_s(self) -> float | None:
+        """Seconds that the last complete save kept training waiting; None before one."""
+        report = self._checkpoints.report
+        return None if report is None else report.stall_s
+
+    def close(self) -> None:
+        """Finish, and give back the group."""
+        self._checkpoints.close()
+
+    def latest(self) -> Path | None:
+        """The newest complete checkpoint. Collective."""
+        return self._checkpoints.latest()
+
+    def resume(self, path: Path) -> int:
+        """Take over the state saved at ``path``, by any mapping; returns the steps done. Collective.
+
+        Raises:
+            CheckpointError: it is damaged, or of another model or optimizer.
+            ConfigError: it was trained on other data.
+        """
+        machinery = self._machinery
+        loaded: Loaded = self._checkpoints.load(path, self.entries())
+        self._copy_tied()
+        steps = loaded.state.get("optimizer_steps")
+        if not isinstance(steps, int):
+            raise CheckpointError(f"{path} does not say how many updates its optimizer has made")
+        machinery.optimizer.load_steps(steps)
+        machinery.data_parallel.publish()
+        self._corpus.resume(loaded.state["sampler"])
+        return loaded.step
+
+    def entries(self, optimizer: bool = True) -> dict[str, Entry]:
+        """Everything that changes in training and lies on this rank, by its name in the whole model."""
+        machinery = self._machinery
+        place, sizes = machinery.mesh.place, machinery.mesh.sizes
+        states = machinery.optimizer.state_tensors() if optimizer else {}
+        found: dict[str, Entry] = {}
+        for owned in machinery.data_parallel.owned():
+            name = self._origin(owned.name)
+            parts = {f"{MODEL}/{name}": owned.value.detach()}
+            parts |= {f"{OPTIMIZER}/{name}/{key}": value for key, value in states.get(owned.name, {}).items()}
+            for key, tensor in parts.items():
+                # A schedule shaped like a V has both copies of a tied embedding here: one is enough.
+                found.setdefault(key, Entry.of(tensor, owned.sharding, place, sizes, owned.rows))
+        for stage in machinery.stages:
+            for layer_name, layer in moe_layers(stage):
+                if layer.router.correction_bias is not None:
+                    bias = layer.router.correction_bias
+                    found[f"{MODEL}/{layer_name}.router.correction_bias"] = Entry.whole(bias)
+        return found
+
+    def _origin(self, name: str) -> str:
+        return EMBEDDING if name == HEAD and HEAD in self._machinery.data_parallel.tied else name
+
+    @torch.no_grad()
+    def _copy_tied(self) -> None:
+        """Give the second copy of a tied embedding on this rank, if there is one, what the first was loaded with."""
+        machinery = self._machinery
+        states = machinery.optimizer.state_tensors()
+        copies = {owned.name: owned for owned in machinery.data_parallel.owned() if owned.name in (EMBEDDING, HEAD)}
+        if machinery.data_parallel.tied and len(copies) == 2:
+            copies[HEAD].value.copy_(copies[EMBEDDING].value)
+            for key, value in states.get(HEAD, {}).items():
+                value.copy_(states[EMBEDDING][key])
+
+    def _state(self, step: int) -> dict[str, Any]:
+        return {
+            "optimizer_steps": self._machinery.optimizer.steps,
+            "sampler": self._corpus.state(step),
+            "config": configuration.dump(self._config),
+            "vocab": self._corpus.vocab_size,
+            "end_of_text": self._corpus.end_of_text,
+            "mapping": str(self._machinery.mesh.config),
+            **self._extra,
+        }

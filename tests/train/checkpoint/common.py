@@ -1,0 +1,120 @@
+"""A made-up model cut in every way there is, and what each rank of a mapping holds of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_comm.topology import ExpertPlacement, ParallelConfig, Sharding, Split, row_range
+from moe_comm.train.checkpoint import Entry
+
+EXPERTS = 7  # divides by nothing that is used here, and leaves a rank without any at ep 8
+
+
+@dataclass(frozen=True)
+class Mapping_:
+    """style: rows of which tensors are cut over the ranks that hold copies: "replicate" none, "zero1" optimizer state,
+    "fsdp" all."""
+
+    config: ParallelConfig
+    style: str
+
+    def __str__(self) -> str:
+        return f"{self.config} {self.style}".replace(", ", "-").replace(" ", "")
+
+
+def shardings(config: ParallelConfig) -> dict[str, tuple[Sharding, torch.dtype, set[int]]]:
+    """Name -> how it is cut, dtype, pipeline stages that hold it."""
+    experts = ExpertPlacement.balanced(EXPERTS, config.ep).experts_per_rank
+    first, last = 0, config.pp - 1
+    f32 = torch.float32
+    params = {
+        "embed.weight": (Sharding((12, 6), (Split(0, "tp"),)), f32, {first, last}),  # tied
+        "layers.0.q.weight": (Sharding((8, 6), (Split(0, "tp"),)), f32, {first}),
+        "layers.0.o.weight": (Sharding((6, 8), (Split(1, "tp"),)), f32, {first}),
+        "layers.0.norm.weight": (Sharding((5,)), f32, {first}),
+        "layers.0.dense.w13": (Sharding((16, 6), (Split(0, "tp", segments=2),)), torch.bfloat16, {first}),
+        "layers.1.moe.router.weight": (Sharding((EXPERTS, 6)), f32, {last}),
+        "layers.1.moe.experts.w13": (
+            Sharding((EXPERTS, 16, 6), (Split(0, "ep", sizes=experts), Split(1, "etp", segments=2)), expert=True),
+            f32,
+            {last},
+        ),
+        "layers.1.moe.experts.w2": (
+            Sharding((EXPERTS, 6, 8), (Split(0, "ep", sizes=experts), Split(2, "etp")), expert=True),
+            f32,
+            {last},
+        ),
+        "layers.1.moe.bias": (Sharding((0,)), f32, {last}),
+    }
+    found = {}
+    for name, (sharding, dtype, stages) in params.items():
+        found[f"model/{name}"] = (sharding, dtype, stages)
+        found[f"optimizer/{name}/exp_avg"] = (sharding, torch.float32, stages)
+        found[f"optimizer/{name}/step"] = (Sharding(()), torch.int64, stages)
+    return found
+
+
+def whole_of(name: str, sharding: Sharding, dtype: torch.dtype) -> Tensor:
+    """A tensor of random bits, NaN and infinities among them; depends on the name only."""
+    generator = torch.Generator().manual_seed(sum(n * ord(c) for n, c in enumerate(name, 1)))
+    count = math.prod(sharding.shape) * dtype.itemsize
+    bits = torch.randint(0, 256, (count,), generator=generator, dtype=torch.uint8)
+    return bits.view(dtype).view(sharding.shape)
+
+
+def wholes(config: ParallelConfig) -> dict[str, Tensor]:
+    return {name: whole_of(name, sharding, dtype) for name, (sharding, dtype, _) in shardings(config).items()}
+
+
+def entries_of(mapping: Mapping_, rank: int, *, fill: bool = True) -> dict[str, Entry]:
+    """What ``rank`` holds; with ``fill`` False tensors of zeros to load into."""
+    config = mapping.config
+    place, sizes = config.place(rank), config.sizes
+    entries = {}
+    for name, (sharding, dtype, stages) in shardings(config).items():
+        if place["pp"] not in stages:
+            continue
+        part = sharding.take(whole_of(name, sharding, dtype), place, sizes)
+        rows = None
+        if mapping.style == "fsdp" or (mapping.style == "zero1" and name.startswith("optimizer")):
+            rows = rows_of(part, sharding, place, sizes)
+        if rows is not None:
+            part = part[rows.start : rows.stop].clone()
+        entries[name] = Entry.of(part if fill else torch.zeros_like(part), sharding, place, sizes, rows)
+    return entries
+
+
+def rows_of(part: Tensor, sharding: Sharding, place: Mapping[str, int], sizes: Mapping[str, int]) -> range | None:
+    if not part.shape:
+        return None
+    index = parts = 0
+    parts = math.prod(sizes[axis] for axis in sharding.sum_axes)
+    for axis in reversed(sharding.sum_axes):
+        index = index * sizes[axis] + place[axis]
+    return row_range(part.shape[0], index, parts)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits(a), bits(b))
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+@contextmanager
+def patched(owner: Any, name: str, value: Any) -> Iterator[Any]:
+    """``owner.name`` is ``value`` inside; yields what it was. For use inside of ranks, which have no monkeypatch."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield before
+    finally:
+        setattr(owner, name, before)

@@ -1,0 +1,148 @@
+"""Gradients that travel as bf16 and are summed in fp32: half the bytes, one rounding, the same training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moe_comm.dispatch.channel import Channel
+from moe_comm.topology import FoldedMesh, ParallelConfig
+from moe_comm.train.optim import OptimizerOptions, make_optimizer
+from moe_comm.train.parallel import DataParallel, DataParallelOptions
+from tests.pool import RankPool
+
+WIDTH = 96
+
+
+@pytest.fixture(scope="module")
+def pool2():
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def pool4():
+    with RankPool(4) as pool:
+        yield pool
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """Bytes that the channels' collectives hand to other ranks."""
+    sent = {"bytes": 0}
+    gather, exchange = Channel.all_gather, Channel.all_to_all
+
+    def counting_gather(self: Channel, tensor: Tensor, doing: str) -> Tensor:
+        sent["bytes"] += (self.world - 1) * tensor.nbytes
+        return gather(self, tensor, doing)
+
+    def counting_exchange(self: Channel, rows: Tensor, *rest: Any) -> Tensor:
+        sent["bytes"] += (self.world - 1) * rows.nbytes // self.world
+        return exchange(self, rows, *rest)
+
+    Channel.all_gather, Channel.all_to_all = counting_gather, counting_exchange  # type: ignore[method-assign]
+    try:
+        yield sent
+    finally:
+        Channel.all_gather, Channel.all_to_all = gather, exchange  # type: ignore[method-assign]
+
+
+def gradient(rank: int, name: str) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + len(name))
+    return torch.randn(WIDTH, WIDTH, generator=generator)
+
+
+def reduced(rank: int, world: int, arg: tuple[str, bool]) -> Any:
+    """One reduction: bytes sent in truth and as reported, and the sums (what the rank owns of them)."""
+    strategy, compress = arg
+    mesh = FoldedMesh(ParallelConfig(dp=world))
+    model = nn.ParameterDict({"a": torch.zeros(WIDTH, WIDTH), "bb": torch.zeros(WIDTH, WIDTH)})
+    data_parallel = DataParallel(model, {}, mesh, DataParallelOptions(strategy, compress=compress))
+    for name, param in model.items():
+        param.grad = gradient(rank, name)
+    data_parallel.reduce()  # connections are made
+    for name, param in model.items():
+        param.grad = gradient(rank, name)
+    before = data_parallel.traffic.reduced
+    with counted() as sent:
+        data_parallel.reduce()
+    said = data_parallel.traffic.reduced - before
+    return sent["bytes"], said, {o.name: (o.rows, o.value.grad) for o in data_parallel.owned()}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("strategy", ["replicate", "zero1"])
+def test_compressed_gradients_are_half_the_bytes(world, strategy, request):
+    pool = request.getfixturevalue(f"pool{world}")
+    plain = pool.run(reduced, (strategy, False))
+    compressed = pool.run(reduced, (strategy, True))
+    numel = 2 * WIDTH * WIDTH
+    for rank in range(world):
+        sent, said, _ = plain[rank]
+        assert sent == said == (2 if strategy == "replicate" else 1) * 4 * numel * (world - 1) // world
+        assert 2 * compressed[rank][0] == sent
+        assert 2 * compressed[rank][1] == said
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_sums_are_of_rounded_addends_in_fp32_and_the_owners_are_not_rounded_again(world, request):
+    pool = request.getfixturevalue(f"pool{world}")
+    for name in ("a", "bb"):
+        exact = sum(gradient(r, name).bfloat16().float() for r in range(world))
+        for result in pool.run(reduced, ("zero1", True)):
+            rows, grad = result[2][name]
+            assert torch.equal(grad, exact[rows.start : rows.stop])
+        replicas = [result[2][name][1] for result in pool.run(reduced, ("replicate", True))]
+        # Every copy of a parameter has the same bits, or copies would drift apart.
+        assert all(torch.equal(replica, replicas[0]) for replica in replicas)
+        assert torch.equal(replicas[0], exact if world == 2 else exact.bfloat16().float())
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.up = nn.Parameter(torch.randn(32, 8, generator=generator) / 8**0.5)
+        self.down = nn.Parameter(torch.randn(3, 32, generator=generator) / 32**0.5)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return torch.tanh(x_TD @ self.up.T) @ self.down.T
+
+
+def final_loss(rank: int, world: int, arg: tuple[str, bool]) -> list[float]:
+    """80 steps of a small regression; each rank has its part of each batch of 64."""
+    strategy, compress = arg
+    mesh = FoldedMesh(ParallelConfig(dp=world))
+    model = Net()
+    data_parallel = DataParallel(model, {}, mesh, DataParallelOptions(strategy, compress=compress))
+    optimizer = make_optimizer(data_parallel.owned(), mesh, OptimizerOptions("adamw", weight_decay=0.0))
+    generator = torch.Generator().manual_seed(2)
+    teacher = torch.randn(8, 3, generator=generator)
+    losses = []
+    for _ in range(80):
+        x = torch.randn(64, 8, generator=generator)
+        y = torch.sin(x @ teacher)
+        data_parallel.zero_grad()
+        mine = slice(rank * 64 // world, (rank + 1) * 64 // world)
+        loss = (model(x[mine]) - y[mine]).square().sum() / 64
+        loss.backward()
+        data_parallel.reduce()
+        optimizer.step(0.02)
+        data_parallel.publish()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "zero1", "fsdp"])
+def test_training_with_compressed_gradients_ends_where_it_does_without(pool4, strategy):
+    plain = [sum(step) for step in zip(*pool4.run(final_loss, (strategy, False)), strict=True)]
+    compressed = [sum(step) for step in zip(*pool4.run(final_loss, (strategy, True)), strict=True)]
+    assert plain != compressed, "nothing was compressed"
+    end, end_compressed = sum(plain[-10:]) / 10, sum(compressed[-10:]) / 10
+    assert end < 0.25 * plain[0], "it does not learn"
+    assert abs(end - end_compressed) < 0.01 * end

@@ -1,0 +1,428 @@
+"""Replication, ZeRO-1 and FSDP: the same training as one process, whatever the mapping."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from moe_comm.errors import ConfigError
+from moe_comm.topology import FoldedMesh, ParallelConfig, Sharding, row_range
+from moe_comm.train.optim import OptimizerOptions
+from moe_comm.train.parallel import DataParallel, DataParallelOptions
+from tests.pool import RankFailure, RankPool
+from tests.train.toy import SHARDINGS, Toy, assemble, backward, make, pieces, train
+
+STRATEGIES = ("replicate", "zero1", "fsdp")
+OPTIMIZERS = {
+    "sgd": OptimizerOptions("sgd", momentum=0.5),
+    "adamw": OptimizerOptions("adamw"),
+    "lamb": OptimizerOptions("lamb"),
+    "muon": OptimizerOptions("muon", momentum=0.9, nesterov=True),
+}
+MAPPINGS = {
+    2: [
+        ParallelConfig(dp=2),
+        ParallelConfig(dp=2, ep=2),
+        ParallelConfig(tp=2, ep=2),
+        ParallelConfig(tp=2, etp=2),
+    ],
+    4: [
+        ParallelConfig(tp=2, dp=2, ep=2, etp=2),
+        ParallelConfig(tp=2, cp=2, ep=2),
+        ParallelConfig(dp=4, ep=2),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def pool2():
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def pool4():
+    with RankPool(4) as pool:
+        yield pool
+
+
+def trained(rank: int, world: int, config: ParallelConfig) -> Any:
+    mesh = FoldedMesh(config)
+    return {
+        (strategy, kind): trained_on(mesh, DataParallelOptions(strategy, bucket_bytes=300), OPTIMIZERS[kind])
+        for strategy in STRATEGIES
+        for kind in OPTIMIZERS
+    }
+
+
+def trained_on(mesh: FoldedMesh, options: DataParallelOptions, optimizer: OptimizerOptions) -> tuple[Any, Any]:
+    """What this rank owns after training, and what its model computes with (under FSDP that is the same storage)."""
+    data_parallel, _, model = train(mesh, options, optimizer)
+    own = pieces(data_parallel.owned(), mesh)
+    if options.strategy == "fsdp":
+        return own, own
+    shown = []
+    for name, param in model.named_parameters():
+        for box in SHARDINGS[name].boxes(mesh.place, mesh.sizes):
+            shown.append((name, box.whole, param.detach()[box.local]))
+    return own, shown
+
+
+@pytest.mark.parametrize("world", MAPPINGS)
+def test_every_strategy_and_mapping_trains_as_one_process_does(world, request):
+    alone = FoldedMesh(ParallelConfig())
+    expected = {k: assemble([trained_on(alone, DataParallelOptions(), o)[0]]) for k, o in OPTIMIZERS.items()}
+    pool = request.getfixturevalue(f"pool{world}")
+    for config in MAPPINGS[world]:
+        results = pool.run(trained, config, timeout=200)
+        for strategy, kind in results[0]:
+            for which in range(2):
+                found = assemble([result[strategy, kind][which] for result in results])
+                for name, value in found.items():
+                    difference = (value - expected[kind][name]).abs().max() / expected[kind][name].abs().max()
+                    assert difference < 1e-5, f"{config}, {strategy}, {kind}: {name} differs by {difference:.1e}"
+
+
+def test_the_toys_own_gradient_is_that_of_plain_torch():
+    mesh = FoldedMesh(ParallelConfig())
+    model, data_parallel = make(mesh, DataParallelOptions())
+    backward(model, data_parallel, 2)
+    plain = Toy(SHARDINGS, mesh)
+    plain(torch.zeros(())).backward()
+    for owned, param in zip(data_parallel.owned(), plain.parameters(), strict=True):
+        torch.testing.assert_close(owned.value.grad, param.grad, rtol=1e-6, atol=1e-6)
+
+
+def rows_owned(rank: int, world: int, strategy: str) -> Any:
+    mesh = FoldedMesh(ParallelConfig(dp=world))
+    _, data_parallel = make(mesh, DataParallelOptions(strategy))
+    return {o.name: (o.rows, tuple(o.value.shape), o.owner_axes) for o in data_parallel.owned()}
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_rows_are_dealt_out_as_row_range_says_also_unevenly(pool4, strategy):
+    for rank, owned in enumerate(pool4.run(rows_owned, strategy)):
+        assert owned.keys() == SHARDINGS.keys()
+        for name, (rows, shape, axes) in owned.items():
+            whole = SHARDINGS[name].shape
+            if not whole:
+                assert rows is None
+                continue
+            assert rows == row_range(whole[0], rank, 4)
+            assert shape == (len(rows), *whole[1:])
+            assert set(axes) >= ({"edp"} if "experts" in name else {"dp"})
+
+
+def with_missing(rank: int, world: int, strategy: str) -> Any:
+    """Rank 1's backward does not reach the experts and the odd parameter."""
+    mesh = FoldedMesh(ParallelConfig(dp=2))
+    model, data_parallel = make(mesh, DataParallelOptions(strategy))
+    for _ in range(2):  # twice: nothing of the first step may be left
+        data_parallel.zero_grad()
+        model(torch.zeros(())).backward()
+        for name, param in model.named_parameters():
+            if rank == 1 and ("experts" in name or "odd" in name):
+                param.grad = None
+        data_parallel.reduce()
+    return pieces(data_parallel.owned(), mesh, {o.name: o.value.grad for o in data_parallel.owned()})
+
+
+def first_half(rank: int, world: int, _: None) -> Any:
+    """Gradients of the tokens of rank 0 of 2."""
+    mesh = FoldedMesh(ParallelConfig(dp=2))
+    model = Toy(SHARDINGS, mesh)
+    model(torch.zeros(())).backward()
+    return {name: param.grad for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "zero1"])
+def test_gradients_that_a_rank_lacks_count_as_zero(pool2, strategy):
+    halves = pool2.run(first_half)
+    found = assemble(pool2.run(with_missing, strategy))
+    for name, value in found.items():
+        lacking = "experts" in name or "odd" in name
+        expected = halves[0][name] if lacking else halves[0][name] + halves[1][name]
+        torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-6)
+
+
+class Gate(nn.Module):
+    """Uses its weight, or on some ranks does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Parameter(torch.ones(4, 2))
+        self.sometimes = nn.Parameter(torch.ones(4, 2))
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return (x * self.used).sum() + ((x * self.sometimes).sum() if both else 0)
+
+
+def gated(rank: int, world: int, _: None) -> Any:
+    mesh = FoldedMesh(ParallelConfig(dp=2))
+    model = Gate()
+    data_parallel = DataParallel(model, {}, mesh, DataParallelOptions("fsdp"))
+    for _ in range(2):
+        data_parallel.zero_grad()
+        model(torch.tensor(rank + 1.0), rank == 0).backward()
+        data_parallel.reduce()
+    return [o.value.grad for o in data_parallel.owned()]
+
+
+def test_fsdp_too_takes_gradients_that_a_rank_lacks_as_zero(pool2):
+    for used, sometimes in pool2.run(gated):
+        assert torch.equal(used, torch.full((2, 2), 3.0))
+        assert torch.equal(sometimes, torch.full((2, 2), 1.0))
+
+
+class Line(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4, 2), 1 + 2**-12))  # not a bf16 number
+        self.norm = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).sum() + (self.norm * x.float()).sum()
+
+
+def in_bf16(rank: int, world: int, strategy: str) -> Any:
+    mesh = FoldedMesh(ParallelConfig(dp=2))
+    model = Line()
+    # FSDP keeps a module's own parameters together: one of them cannot stay in fp32 alone.
+    kept = () if strategy == "fsdp" else ("norm",)
+    options = DataParallelOptions(strategy, dtype=torch.bfloat16, full_precision=kept)
+    data_parallel = DataParallel(model, {}, mesh, options)
+    weight, _ = data_parallel.owned()
+    start = weight.value.detach().clone()
+    for _ in range(2):
+        data_parallel.zero_grad()
+        for i in range(40):
+            data_parallel.accumulate(i == 39)
+            model(torch.tensor(1.0 if i == 0 else 2.0**-8, dtype=torch.bfloat16)).backward()
+        data_parallel.reduce()
+    grad = weight.value.grad.clone()
+    with torch.no_grad():
+        weight.value.add_(1.0)
+    data_parallel.publish()
+    if strategy == "fsdp":
+        model.unshard()
+    seen = [param.detach().clone() for param in model.parameters()]
+    return start, grad, weight.value.detach().clone(), seen
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bf16_parameters_have_fp32_masters_and_accumulate_in_fp32(pool2, strategy):
+    for start, grad, master, seen in pool2.run(in_bf16, strategy):
+        assert start.dtype == grad.dtype == master.dtype == torch.float32
+        assert torch.equal(start, torch.full_like(start, 1 + 2**-12))
+        # A bf16 accumulator would stay at 1: 1 + 2^-8 rounds to 1 there.
+        assert torch.equal(grad, torch.full_like(grad, 2 * (1 + 39 * 2.0**-8)))
+        assert torch.equal(master, start + 1)
+        assert seen[0].dtype == torch.bfloat16
+        assert torch.equal(seen[0], torch.full((4, 2), 2 + 2**-12).bfloat16())
+        assert seen[1].dtype == (torch.bfloat16 if strategy == "fsdp" else torch.float32)
+
+
+def test_split_backward_passes_that_add_to_grad_by_hand_accumulate_in_fp32():
+    model = Line()
+    mesh = FoldedMesh(ParallelConfig())
+    data_parallel = DataParallel(model, {}, mesh, DataParallelOptions(dtype=torch.bfloat16))
+    for _ in range(2):
+        data_parallel.zero_grad()
+        for dw in (1.0, 2.0**-8):  # as torch's pipelining does for the weights of zero-bubble schedules
+            param, grad = model.weight, torch.full((4, 2), dw, dtype=torch.bfloat16)
+            if param.grad is None:
+                param.grad = grad
+            else:
+                param.grad += grad
+        data_parallel.reduce()
+        assert torch.equal(data_parallel.owned()[0].value.grad, torch.full((4, 2), 1 + 2.0**-8))
+
+
+def loaded(rank: int, world: int, strategy: str) -> Any:
+    """An evaluation, then new values from elsewhere: does the model compute with them?"""
+    mesh = FoldedMesh(ParallelConfig(dp=2))
+    model, data_parallel = make(mesh, DataParallelOptions(strategy))
+    with torch.no_grad():
+        before = model(torch.zeros(()))
+        for owned in data_parallel.owned():
+            owned.value.zero_()
+        data_parallel.publish()
+        after = model(torch.zeros(()))
+        fresh = Toy(SHARDINGS, mesh)
+        for param in fresh.parameters():
+            param.zero_()
+        return before, after, fresh(torch.zeros(()))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_publish_brings_loaded_values_into_the_model_also_after_an_evaluation(pool2, strategy):
+    for before, after, expected in pool2.run(loaded, strategy):
+        assert before != after
+        assert torch.equal(after, expected)
+
+
+class Sum(nn.Module):
+    """Loss whose gradient is ``factor`` everywhere."""
+
+    def __init__(self, names: list[str], factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+        for name in names:
+            self.register_parameter(name, nn.Parameter(torch.full((4, 2), 3.0)))
+
+    def forward(self) -> torch.Tensor:
+        return sum((self.factor * param).sum() for param in self.parameters())
+
+
+def tied_ends(rank: int, world: int, strategy: str) -> Any:
+    """Stage 0 has the embedding, stage 1 its copy as output layer; gradients 1 and 10 per rank."""
+    mesh = FoldedMesh(ParallelConfig(pp=2, dp=world // 2))
+    model = Sum(["embed", "own"], 1.0) if mesh.place["pp"] == 0 else Sum(["head", "own"], 10.0)
+    data_parallel = DataParallel(model, {}, mesh, DataParallelOptions(strategy), tied=("embed", "head"))
+    data_parallel.zero_grad()
+    model().backward()
+    data_parallel.reduce()
+    return {o.name: (o.value.grad, o.counted) for o in data_parallel.owned()}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_tied_copies_on_both_ends_of_the_pipeline_get_the_sum_of_both_gradients(pool4, strategy):
+    results = pool4.run(tied_ends, strategy)
+    for rank, found in enumerate(results):
+        grad, counted = found["embed" if rank < 2 else "head"]
+        assert torch.equal(grad, torch.full_like(grad, 2 * 1.0 + 2 * 10.0))
+        assert counted == (rank < 2)
+        assert torch.equal(found["own"][0], torch.full_like(found["own"][0], 2.0 if rank < 2 else 20.0))
+
+
+def test_tied_copies_on_one_rank_get_the_sum_and_count_once():
+    mesh = FoldedMesh(ParallelConfig())
+    stages = [Toy({"embed.weight": Sharding((2, 2))}, mesh), Toy({"head.weight": Sharding((2, 2))}, mesh)]
+    data_parallel = DataParallel(stages, {}, mesh, tied=("embed.weight", "head.weight"))
+    data_parallel.zero_grad()
+    (stages[0].embed.weight.sum() + 10 * stages[1].head.weight.sum()).backward()
+    data_parallel.reduce()
+    first, second = data_parallel.owned()
+    assert torch.equal(first.value.grad, torch.full((2, 2), 11.0))
+    assert torch.equal(second.value.grad, torch.full((2, 2), 11.0))
+    assert (first.counted, second.counted) == (True, False)
+    first.value.grad.mul_(2)  # they do not share memory: clipping would scale it twice
+    assert torch.equal(second.value.grad, torch.full((2, 2), 11.0))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.up = nn.Parameter(torch.randn(3 * width, width, generator=generator) / width**0.5)
+        self.down = nn.Parameter(torch.randn(width, 3 * width, generator=generator) / (3 * width) ** 0.5)
+
+    def forward(self, x_BD: torch.Tensor) -> torch.Tensor:
+        return x_BD + torch.tanh(x_BD @ self.up.T) @ self.down.T
+
+
+class Stage(nn.Module):
+    def __init__(self, ids: list[int], width: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(i): Block(width, i) for i in ids})
+
+    def forward(self, x_BD: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers.values():
+            x_BD = layer(x_BD)
+        return x_BD
+
+
+def half_square(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (out - target).square().sum() / 2
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(16, 6, generator=generator), torch.randn(16, 6, generator=generator)
+
+
+def piped(rank: int, world: int, arg: tuple[str, str]) -> Any:
+    strategy, name = arg
+    mesh = FoldedMesh(ParallelConfig(pp=2, dp=2))
+    place = mesh.place
+    looped = name != "1F1B"
+    ids = [place["pp"], place["pp"] + 2] if looped else [place["pp"]]
+    modules = [Stage([i]) if looped else Stage([2 * i, 2 * i + 1]) for i in ids]
+    data_parallel = DataParallel(modules, {}, mesh, DataParallelOptions(strategy))
+    group = mesh.group("pp")
+    count = 4 if looped else 2
+    stages = [PipelineStage(m, i, count, torch.device("cpu"), group=group) for m, i in zip(modules, ids, strict=True)]
+    schedule_class = get_schedule_class(name)
+    schedule = schedule_class(stages if looped else stages[0], 4, loss_fn=half_square, scale_grads=False)
+    x, target = (t.view(2, 8, 6)[place["dp"]] for t in batch())
+    for _ in range(2):
+        data_parallel.zero_grad()
+        schedule.step(*([x] if 0 in ids else []), **({"target": target} if ids[-1] == count - 1 else {}))
+        data_parallel.reduce()
+    grads = {o.name: o.value.grad for o in data_parallel.owned()}
+    return pieces(data_parallel.owned(), mesh, grads)
+
+
+@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_pipeline_schedules_reduce_once_and_completely(pool4, strategy, name):
+    whole = Stage([0, 1, 2, 3])
+    x, target = batch()
+    half_square(whole(x), target).backward()
+    shardings = {name: Sharding(tuple(param.shape)) for name, param in whole.named_parameters()}
+    found = assemble(pool4.run(piped, (strategy, name)), shardings)
+    for key, param in whole.named_parameters():
+        torch.testing.assert_close(found[key], param.grad, rtol=2e-5, atol=2e-5)
+
+
+def fsdp_of(rank: int, world: int, what: str) -> None:
+    mesh = FoldedMesh(ParallelConfig(dp=2))
+    if what == "mixed":
+        shardings = {"dense": Sharding((2, 2)), "expert": Sharding((2, 2), expert=True)}
+        DataParallel(Toy(shardings, mesh), shardings, mesh, DataParallelOptions("fsdp"))
+    else:
+        first, second = Stage([0]), Stage([1])
+        second.layers["1"].up = first.layers["0"].up
+        DataParallel([first, second], {}, mesh, DataParallelOptions("fsdp"))
+
+
+@pytest.mark.parametrize(("what", "said"), [("mixed", "module of their own"), ("shared", "its own copy")])
+def test_fsdp_refuses_what_it_cannot_spread(pool2, what, said):
+    with pytest.raises(RankFailure, match=said) as failure:
+        pool2.run(fsdp_of, what)
+    assert {name for name, _ in failure.value.errors.values()} == {"ConfigError"}
+
+
+def test_bad_descriptions_are_refused():
+    mesh = FoldedMesh(ParallelConfig())
+    model = Toy({"w": Sharding((2, 2))}, mesh)
+    with pytest.raises(ConfigError, match="w has shape"):
+        DataParallel(model, {"w": Sharding((3, 2))}, mesh)
+    with pytest.raises(ConfigError, match="two parameters are called w"):
+        DataParallel([model, Toy({"w": Sharding((2, 2))}, mesh)], {}, mesh)
+    with pytest.raises(ConfigError, match="strategy must be one of"):
+        DataParallelOptions("zero3")
+    with pytest.raises(ConfigError, match="float32 or bfloat16"):
+        DataParallelOptions(dtype=torch.float16)
+
+
+def test_names_are_those_of_a_state_dict_in_which_wrappers_do_not_show():
+    model = nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)))
+    data_parallel = DataParallel(model, {"0.bias": Sharding((2,))}, FoldedMesh(ParallelConfig()))
+    assert [owned.name for owned in data_parallel.owned()] == ["0.weight", "0.bias"]
+
+
+def test_one_rank_without_a_process_group_takes_any_strategy():
+    assert not dist.is_initialized()
+    mesh = FoldedMesh(ParallelConfig())
+    for strategy in STRATEGIES:
+        model, data_parallel = make(mesh, DataParallelOptions(strategy))
+        backward(model, data_parallel)
+        assert all(o.rows is None and o.value.grad is not None for o in data_parallel.owned())

@@ -1,0 +1,291 @@
+"""Optimizers against torch's own and plain-torch references; state by name; learning rates."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from moe_comm.errors import ConfigError, InputError
+from moe_comm.topology import FoldedMesh, ParallelConfig
+from moe_comm.train.optim import OptimizerOptions, Schedule, learning_rate, make_optimizer, newton_schulz
+from moe_comm.train.parallel import DataParallelOptions
+from tests.pool import RankPool
+from tests.train.toy import SHARDINGS, Toy, assemble, backward, make, pieces, train
+
+ALONE = ParallelConfig()
+DECAYED = [n for n, s in SHARDINGS.items() if len(s.shape) - s.expert >= 2 and "norm" not in n]
+
+
+@pytest.fixture(scope="module")
+def pool4():
+    with RankPool(4) as pool:
+        yield pool
+
+
+def trained(options: OptimizerOptions, lr: float = 0.05, steps: int = 3) -> dict[str, torch.Tensor]:
+    mesh = FoldedMesh(ALONE)
+    return assemble([pieces(train(mesh, DataParallelOptions(), options, lr=lr, steps=steps)[0].owned(), mesh)])
+
+
+def with_torch(make_them: Any, steps: int = 3) -> dict[str, torch.Tensor]:
+    """The toy trained by plain torch; ``make_them`` gets its parameters by name."""
+    model = Toy(SHARDINGS, FoldedMesh(ALONE))
+    params = dict(model.named_parameters())
+    optimizers = make_them(params)
+    for _ in range(steps):
+        model.zero_grad()
+        model(torch.zeros(())).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return {name: param.detach() for name, param in params.items()}
+
+
+def groups(params: dict[str, nn.Parameter], decay: float) -> list[dict[str, Any]]:
+    return [
+        {"params": [p for n, p in params.items() if n in DECAYED], "weight_decay": decay},
+        {"params": [p for n, p in params.items() if n not in DECAYED], "weight_decay": 0.0},
+    ]
+
+
+def test_only_matrices_decay():
+    assert "layers.0.experts.w13" in DECAYED and "layers.0.experts.b2" not in DECAYED  # [E, D]: a vector per expert
+    still = OptimizerOptions("adamw", weight_decay=0.5)
+    decayed, plain = trained(still), trained(replace(still, weight_decay=0.0))
+    assert {n for n in decayed if not torch.equal(decayed[n], plain[n])} == set(DECAYED)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "sgd-momentum", "sgd-nesterov"])
+def test_adamw_and_sgd_are_torchs(kind):
+    momentum, nesterov = (0.0 if kind == "sgd" else 0.8), kind == "sgd-nesterov"
+    options = OptimizerOptions(kind.split("-")[0], weight_decay=0.3, momentum=momentum, nesterov=nesterov)
+
+    def theirs(params: dict[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
+        if kind == "adamw":
+            return [torch.optim.AdamW(groups(params, 0.3), lr=0.05, betas=options.betas, eps=options.eps)]
+        return [torch.optim.SGD(groups(params, 0.3), lr=0.05, momentum=momentum, nesterov=nesterov)]
+
+    expected = with_torch(theirs)
+    for name, value in trained(options).items():
+        torch.testing.assert_close(value, expected[name], rtol=2e-6, atol=2e-6)
+
+
+class ReferenceLAMB:
+    """Algorithm 2 of arXiv 1904.00962 in float64, each expert a parameter of its own."""
+
+    def __init__(self, params: dict[str, nn.Parameter], options: OptimizerOptions, lr: float) -> None:
+        self.params, self.options, self.lr, self.t = params, options, lr, 0
+        self.w = {n: p.detach().double().clone() for n, p in params.items()}
+        self.m = {n: torch.zeros_like(w) for n, w in self.w.items()}
+        self.v = {n: torch.zeros_like(w) for n, w in self.w.items()}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        (b1, b2), self.t = self.options.betas, self.t + 1
+        for name, param in self.params.items():
+            grad = param.grad.double()
+            self.m[name] = b1 * self.m[name] + (1 - b1) * grad
+            self.v[name] = b2 * self.v[name] + (1 - b2) * grad**2
+            update = self.m[name] / (1 - b1**self.t) / ((self.v[name] / (1 - b2**self.t)).sqrt() + self.options.eps)
+            update = update + (self.options.weight_decay if name in DECAYED else 0) * self.w[name]
+            for e in range(len(update)) if "experts" in name else [...]:
+                ratio = self.w[name][e].norm() / update[e].norm()
+                self.w[name][e] -= self.lr * ratio * update[e]
+            param.copy_(self.w[name])
+
+
+def test_lamb_is_the_papers_algorithm():
+    options = OptimizerOptions("lamb", weight_decay=0.3)
+    expected = with_torch(lambda params: [ReferenceLAMB(params, options, 0.05)])
+    for name, value in trained(options).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-5)
+
+
+def test_lamb_moves_a_parameter_of_zeros():
+    mesh = FoldedMesh(ALONE)
+    model, data_parallel = make(mesh, DataParallelOptions())
+    with torch.no_grad():
+        model.layers["0"].dense.w2.zero_()
+    optimizer = make_optimizer(data_parallel.owned(), mesh, OptimizerOptions("lamb"))
+    backward(model, data_parallel)
+    optimizer.step(0.1)
+    w2 = model.layers["0"].dense.w2
+    assert w2.isfinite().all() and w2.abs().min() > 0.05  # ratio 1: each moves by about lr
+
+
+MUON_TAKES = [n for n in DECAYED if "embed" not in n and "head" not in n and "router" not in n]
+
+
+@pytest.mark.parametrize("scale", ["match_adamw", "original"])
+def test_muon_is_torchs_for_each_matrix_and_adamw_is_for_the_rest(scale):
+    options = OptimizerOptions(
+        "muon", weight_decay=0.3, momentum=0.9, nesterov=True, muon_scale=scale, newton_schulz_dtype=torch.bfloat16
+    )
+
+    def matrices(name: str, param: nn.Parameter) -> list[torch.Tensor]:
+        experts = list(param.unbind(0)) if "experts" in name else [param]
+        return [part for matrix in experts for part in (matrix.chunk(2) if "w13" in name else [matrix])]
+
+    class Theirs:
+        """torch.optim.Muon over every matrix by itself, gate and up apart."""
+
+        def __init__(self, params: dict[str, nn.Parameter]) -> None:
+            self.params = {n: params[n] for n in MUON_TAKES}
+            self.own = {
+                n: [nn.Parameter(m.detach().clone().contiguous()) for m in matrices(n, p)]
+                for n, p in self.params.items()
+            }
+            adjust = "match_rms_adamw" if scale == "match_adamw" else "original"
+            every = [m for own in self.own.values() for m in own]
+            self.muon = torch.optim.Muon(every, lr=0.05, weight_decay=0.3, momentum=0.9, adjust_lr_fn=adjust)
+
+        @torch.no_grad()
+        def step(self) -> None:
+            for name, param in self.params.items():
+                for own, grad in zip(self.own[name], matrices(name, param.grad), strict=True):
+                    own.grad = grad.contiguous()
+            self.muon.step()
+            for name, param in self.params.items():
+                for own, part in zip(self.own[name], matrices(name, param), strict=True):
+                    part.copy_(own)
+
+    def theirs(params: dict[str, nn.Parameter]) -> list[Any]:
+        rest = {n: p for n, p in params.items() if n not in MUON_TAKES}
+        return [Theirs(params), torch.optim.AdamW(groups(rest, 0.3), lr=0.05, betas=options.betas, eps=options.eps)]
+
+    expected = with_torch(theirs)
+    start = with_torch(lambda _: [])
+    for name, value in trained(options).items():
+        moved = (expected[name] - start[name]).abs().max()
+        # The iteration is in bf16, and batched products round differently.
+        tolerance = 0.03 * moved if name in MUON_TAKES else 1e-5
+        assert (value - expected[name]).abs().max() < tolerance, name
+
+
+def test_newton_schulz_brings_singular_values_near_one():
+    matrices = torch.randn(3, 12, 5, generator=torch.Generator().manual_seed(0))
+    found = newton_schulz(matrices, 5)
+    values = torch.linalg.svdvals(found)
+    assert values.min() > 0.5 and values.max() < 1.3
+    assert torch.equal(newton_schulz(matrices.mT, 5), found.mT)
+    assert torch.equal(newton_schulz(torch.zeros(1, 3, 3)), torch.zeros(1, 3, 3))
+
+
+KINDS = {
+    "adamw": OptimizerOptions("adamw"),
+    "sgd": OptimizerOptions("sgd", momentum=0.5),
+    "lamb": OptimizerOptions("lamb"),
+    "muon": OptimizerOptions("muon", momentum=0.9),
+}
+
+
+def resumed(rank: int, world: int, arg: tuple[str, str]) -> bool:
+    """Two steps, then one: in one go, and by a second optimizer that takes over values and state."""
+    kind, strategy = arg
+    mesh = FoldedMesh(ParallelConfig(tp=2, dp=2, ep=2))
+    options = DataParallelOptions(strategy)
+    whole, _, _ = train(mesh, options, KINDS[kind], steps=3)
+    first, optimizer, _ = train(mesh, options, KINDS[kind], steps=2)
+    model, second = make(mesh, options)
+    with torch.no_grad():
+        for there, here in zip(second.owned(), first.owned(), strict=True):
+            there.value.copy_(here.value)
+    second.publish()
+    resumed_optimizer = make_optimizer(second.owned(), mesh, KINDS[kind])
+    state = {n: {k: t.clone() for k, t in s.items()} for n, s in optimizer.state_tensors().items()}
+    shapes = {o.name: o.value.shape for o in first.owned()}
+    assert all(t.shape == shapes[n] for n, s in state.items() for t in s.values())
+    resumed_optimizer.load_state_tensors(state, optimizer.steps)
+    backward(model, second, 2)
+    resumed_optimizer.step(0.05)
+    return all(torch.equal(a.value, b.value) for a, b in zip(second.owned(), whole.owned(), strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_by_name_is_all_that_a_resumed_run_needs(pool4, kind):
+    for strategy in ("replicate", "zero1", "fsdp"):
+        assert all(pool4.run(resumed, (kind, strategy))), strategy
+
+
+def test_state_that_does_not_fit_is_refused_and_changes_nothing():
+    mesh = FoldedMesh(ALONE)
+    model, data_parallel = make(mesh, DataParallelOptions())
+    adamw = make_optimizer(data_parallel.owned(), mesh, KINDS["adamw"])
+    sgd = make_optimizer(data_parallel.owned(), mesh, OptimizerOptions("sgd"))
+    with pytest.raises(InputError, match="has no gradient"):
+        adamw.step(0.1)
+    backward(model, data_parallel)
+    adamw = make_optimizer(data_parallel.owned(), mesh, KINDS["adamw"])
+    adamw.step(0.1)
+    with pytest.raises(InputError, match="optimizer state differs in"):
+        adamw.load_state_tensors(sgd.state_tensors(), 5)
+    bad = {n: {k: torch.zeros(1) for k in s} for n, s in adamw.state_tensors().items()}
+    with pytest.raises(InputError, match="has shape"):
+        adamw.load_state_tensors(bad, 5)
+    assert adamw.steps == 1 and adamw.state_tensors()["embed.weight"]["exp_avg"].abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    "bad", [{"kind": "adam"}, {"betas": (0.9, 1.0)}, {"eps": 0.0}, {"weight_decay": -1.0}, {"nesterov": True}]
+)
+def test_bad_settings_are_refused(bad):
+    with pytest.raises(ConfigError):
+        OptimizerOptions(**bad)
+
+
+# --- learning rates ---
+
+
+def rates(**settings: Any) -> list[float]:
+    schedule = Schedule(lr=1.0, **settings)
+    return [learning_rate(schedule, step) for step in range(schedule.steps)]
+
+
+def test_warmup_rises_in_equal_steps_to_the_full_rate():
+    found = rates(steps=10, warmup=4, shape="constant")
+    assert found == [0.25, 0.5, 0.75, 1.0, *[1.0] * 6]
+
+
+def test_cosine_falls_from_the_full_rate_to_the_final_one_through_their_mean():
+    found = rates(steps=13, warmup=2, final_lr=0.2)
+    assert found[2] == 1.0 and found[-1] == pytest.approx(0.2)
+    assert found[7] == pytest.approx(0.6)
+    assert sorted(found[2:], reverse=True) == found[2:]
+    expected = [0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi * i / 10)) for i in range(11)]
+    assert found[2:] == pytest.approx(expected)
+
+
+def test_linear_falls_in_equal_steps():
+    assert rates(steps=6, warmup=1, shape="linear", final_lr=0.0) == pytest.approx([1.0, 1.0, 0.75, 0.5, 0.25, 0.0])
+
+
+def test_wsd_is_stable_until_its_last_steps():
+    found = rates(steps=10, warmup=2, shape="wsd", decay=4, final_lr=0.2)
+    assert found == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2])
+    assert rates(steps=5, shape="wsd", decay=0) == [1.0] * 5
+    assert rates(steps=4, shape="wsd", decay=4, final_lr=0.0) == pytest.approx([0.75, 0.5, 0.25, 0.0])
+
+
+@pytest.mark.parametrize("shape", ["cosine", "linear", "wsd", "constant"])
+def test_edges_of_every_schedule(shape):
+    assert rates(steps=1, shape=shape, decay=0) == [1.0]
+    assert rates(steps=3, warmup=6, shape=shape) == pytest.approx([1 / 6, 2 / 6, 3 / 6])  # ends in its warm-up
+    late = Schedule(lr=2.0, steps=8, shape=shape, warmup=2, decay=2, final_lr=0.1)
+    assert learning_rate(late, 1000) == learning_rate(late, 7)
+    assert learning_rate(late, 7) == pytest.approx(2.0 if shape == "constant" else 0.2)
+    assert all(0 < learning_rate(late, step) <= 2.0 for step in range(20))
+    with pytest.raises(ConfigError):
+        learning_rate(late, -1)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"lr": 0.0}, {"steps": 0}, {"warmup": -1}, {"final_lr": 1.5}, {"shape": "step"}, {"shape": "wsd", "decay": 11}],
+)
+def test_impossible_schedules_are_refused(bad):
+    with pytest.raises(ConfigError):
+        Schedule(**{"lr": 1.0, "steps": 10, **bad})

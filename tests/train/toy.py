@@ -1,0 +1,152 @@
+"""A toy model on a folded mesh whose gradient is known in closed form, so that every way to spread it can be compared.
+
+Parameter p has loss sum over tokens t of c_t (p - a_t)^2 / 2, elementwise, with 8 tokens whatever the mapping: the
+ranks of p's sum group share them out, as real ones share out a batch. So no mapping changes the whole gradient.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_comm.topology import FoldedMesh, Sharding, Split
+from moe_comm.train.optim import Optimizer, OptimizerOptions, make_optimizer
+from moe_comm.train.parallel import DataParallel, DataParallelOptions, Owned
+
+TOKENS = 8
+EXPERTS = 6
+W13 = Sharding((8, 5), (Split(0, "tp", segments=2),))
+SHARDINGS = {
+    "embed.weight": Sharding((10, 4), (Split(0, "tp"),)),
+    "scale": Sharding(()),
+    "layers.0.norm.weight": Sharding((5,)),
+    "layers.0.dense.w13": W13,
+    "layers.0.dense.w2": Sharding((5, 4), (Split(1, "tp"),)),
+    "layers.0.router.weight": Sharding((EXPERTS, 5)),
+    "layers.0.experts.w13": Sharding((EXPERTS, 4, 5), (Split(0, "ep"), Split(1, "etp", segments=2)), expert=True),
+    "layers.0.experts.w2": Sharding((EXPERTS, 5, 2), (Split(0, "ep"), Split(2, "etp")), expert=True),
+    "layers.0.experts.b2": Sharding((EXPERTS, 5), (Split(0, "ep"),), expert=True),
+    "layers.1.dense.w13": W13,
+    "layers.1.odd": Sharding((5, 3)),
+    "head.weight": Sharding((10, 4), (Split(0, "tp"),)),
+}
+
+
+def whole(name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
+    """The global tensor of this name, the same on every rank."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {kind}".encode()))
+    return torch.randn(shape, generator=generator)
+
+
+class Toy(nn.Module):
+    """Modules nested as the names say, each with the parameters that are directly its own."""
+
+    def __init__(self, shardings: Mapping[str, Sharding], mesh: FoldedMesh, prefix: str = "") -> None:
+        super().__init__()
+        self.mesh, self.prefix, self.shardings_ = mesh, prefix, dict(shardings)
+        children: dict[str, dict[str, Sharding]] = {}
+        for name, sharding in shardings.items():
+            head, _, rest = name.partition(".")
+            if rest:
+                children.setdefault(head, {})[rest] = sharding
+            else:
+                value = sharding.take(whole(prefix + name, "weight", sharding.shape), mesh.place, mesh.sizes)
+                setattr(self, name, nn.Parameter(value))
+        for head, inner in children.items():
+            if head == "layers":
+                layers: dict[str, dict[str, Sharding]] = {}
+                for name, sharding in inner.items():
+                    layer, _, rest = name.partition(".")
+                    layers.setdefault(layer, {})[rest] = sharding
+                modules = {k: Toy(v, mesh, f"{prefix}layers.{k}.") for k, v in layers.items()}
+                self.layers = nn.ModuleDict(modules)
+            else:
+                setattr(self, head, Toy(inner, mesh, f"{prefix}{head}."))
+
+    def forward(self, total: Tensor, part: int = 0, parts: int = 1) -> Tensor:
+        """``total`` and this module's loss on micro-batch ``part`` of ``parts``."""
+        for name, param in self.named_parameters(recurse=False):
+            total = total + self._loss(name, param, part, parts)
+        for child in self.children():
+            for module in child.values() if isinstance(child, nn.ModuleDict) else [child]:
+                total = module(total, part, parts)
+        return total
+
+    def _loss(self, name: str, param: Tensor, part: int, parts: int) -> Tensor:
+        sharding = self.shardings_[name]
+        place, sizes = self.mesh.place, self.mesh.sizes
+        index, members = 0, 1
+        for axis in sharding.sum_axes:
+            index += place[axis] * members
+            members *= sizes[axis]
+        total = param.new_zeros(())
+        for token in range(TOKENS):
+            if token % members == index and (token // members) % parts == part:
+                at = whole(self.prefix + name, f"at {token}", sharding.shape)
+                weight = whole(self.prefix + name, f"weight {token}", sharding.shape).abs()
+                at, weight = (sharding.take(t, place, sizes).to(param.dtype) for t in (at, weight))
+                total = total + (weight * (param - at).square()).sum() / 2
+        return total
+
+
+def make(
+    mesh: FoldedMesh, options: DataParallelOptions, shardings: Mapping[str, Sharding] = SHARDINGS, **more: Any
+) -> tuple[Toy, DataParallel]:
+    model = Toy(shardings, mesh)
+    return model, DataParallel(model, shardings, mesh, options, **more)
+
+
+def backward(model: Toy, data_parallel: DataParallel, parts: int = 1) -> None:
+    """All micro-batches of a step, and the sum over ranks."""
+    data_parallel.zero_grad()
+    for part in range(parts):
+        data_parallel.accumulate(part == parts - 1)
+        model(torch.zeros(()), part, parts).backward()
+    data_parallel.reduce()
+
+
+def train(
+    mesh: FoldedMesh,
+    options: DataParallelOptions,
+    optimizer_options: OptimizerOptions,
+    *,
+    lr: float = 0.05,
+    steps: int = 3,
+    parts: int = 2,
+) -> tuple[DataParallel, Optimizer, Toy]:
+    model, data_parallel = make(mesh, options)
+    optimizer = make_optimizer(data_parallel.owned(), mesh, optimizer_options)
+    for _ in range(steps):
+        backward(model, data_parallel, parts)
+        optimizer.step(lr)
+        data_parallel.publish()
+    return data_parallel, optimizer, model
+
+
+Pieces = list[tuple[str, tuple[slice, ...], Tensor]]
+
+
+def pieces(owned: list[Owned], mesh: FoldedMesh, values: Mapping[str, Tensor] | None = None) -> Pieces:
+    """What a rank owns as boxes of the whole parameters, to be sent to the test's process."""
+    found: Pieces = []
+    for item in owned:
+        value = item.value.detach() if values is None else values[item.name]
+        found += [(item.name, box.whole, value[box.local].clone()) for box in item.boxes(mesh)]
+    return found
+
+
+def assemble(of_ranks: list[Pieces], shardings: Mapping[str, Sharding] = SHARDINGS) -> dict[str, Tensor]:
+    """The whole parameters; fails if an element is nobody's, or if two owners' bits differ."""
+    wholes = {name: torch.full(sharding.shape, torch.nan) for name, sharding in shardings.items()}
+    for found in of_ranks:
+        for name, place, value in found:
+            there = wholes[name][place]
+            assert (there.isnan() | (there == value)).all(), f"owners of {name} differ"
+            wholes[name][place] = value
+    for name, tensor in wholes.items():
+        assert not tensor.isnan().any(), f"{name} has elements that nobody owns"
+    return wholes
