@@ -22,6 +22,7 @@ from moe_comm.train.optim import OptimizerOptions, make_optimizer
 from moe_comm.train.parallel import DataParallel, DataParallelOptions
 from moe_comm.train.pipeline.batch import Activations
 from moe_comm.train.pipeline.runner import make_runner
+from moe_comm.train.pipeline.schedules import check_micro_batches
 from moe_comm.train.pipeline.stages import StagePlan, plan_stages
 from moe_comm.train.trainer import Machinery
 
@@ -93,6 +94,8 @@ def build(
     Raises:
         ConfigError: the mapping does not fit the model; says which two numbers.
     """
+    if mesh.size("pp") > 1:
+        check_micro_batches(config.parallel.schedule, mesh.size("pp"), config.data.micro_batches)
     configure_collectives(CollectiveOptions(timeout_s=config.parallel.timeout_s))
     stages = build_stages(config, architecture, mesh)
     shardings: dict[str, Sharding] = {}
@@ -131,6 +134,8 @@ def build(
         config.parallel.schedule,
         Activations(architecture.hidden, dtype, mesh.size("tp")),
         timeout_s=config.parallel.timeout_s,
+        # Passes for inputs and for weights apart would each compute a whole layer again.
+        split_backward=config.model.recompute != "full",
     )
     return Machinery(
         mesh=mesh,
