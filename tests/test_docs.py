@@ -27,7 +27,8 @@ BLOCK = re.compile(
     r"^<!-- run:\n(?P<hidden>.*?)^-->$|^```(?P<kind>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
 )
 LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
-PLACEHOLDERS = {"CONFIG": "examples/pydoc.toml", "KEY=VALUE": "run.steps=200", "N": "2"}
+PLACEHOLDERS = {"CONFIG": "examples/pydoc.toml", "KEY=VALUE": "run.steps=200", "N": "2", "RUN": "runs/a", "OUT": "out"}
+TRAINING = (ROOT / "docs/training.md").read_text()
 
 
 def name_of(page: Path) -> str:
@@ -52,6 +53,8 @@ def compiled(page: Path, kind: str) -> list[Any]:
 def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if "transformers" in page.read_text() and page.stem in ("README", "hugging_face"):
         pytest.importorskip("transformers", minversion="5.23", reason="needs the hf extra")
+    if "moe_comm.train" in "".join(text for _, text in blocks(page, "python")):
+        pytest.importorskip("pydantic", reason="needs the train extra")
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {"__name__": "snippet"}
     for code in compiled(page, "python"):
@@ -90,9 +93,15 @@ def test_commands_parse(page: str, line: str) -> None:
     if not arguments:  # named in the text
         return
     given = command.make_context(command.name, arguments).params
-    if command.name == "train":
+    if "config" in given:
         config = pytest.importorskip("moe_comm.train.config")
-        config.load(ROOT / given["config"], given["overrides"] or [])
+        file = ROOT / given["config"]
+        found = config.load(
+            file if file.suffix else given["config"], [*(given["overrides"] or []), *(given["settings"] or [])]
+        )
+        found.parallel.mapping(given.get("ranks") or found.parallel.ranks)
+    if given.get("mappings"):
+        pytest.importorskip("moe_comm.bench.parity").chosen(given["mappings"])
 
 
 def shell_lines(page: Path) -> Iterator[str]:
@@ -139,10 +148,18 @@ def test_every_page_is_linked_from_the_readme() -> None:
     assert {name_of(page) for page in PAGES[1:]} <= linked
 
 
-@pytest.mark.parametrize("command", ["doctor", "train", "bench dispatch", "bench layer", "check-grads"])
+def names_of_commands(command: Any, prefix: str = "") -> Iterator[str]:
+    for name, child in command.commands.items():
+        if hasattr(child, "commands"):
+            yield from names_of_commands(child, f"{prefix}{name} ")
+        else:
+            yield prefix + name
+
+
+@pytest.mark.parametrize("command", list(names_of_commands(typer.main.get_command(cli.app))))
 def test_every_option_of_a_command_is_in_its_table(command: str) -> None:
     section = re.split(rf"^## moe-comm {command}$", (ROOT / "docs/cli.md").read_text(), flags=re.MULTILINE)[1]
-    rows = [row for row in re.split(r"^## ", section, flags=re.MULTILINE)[0].splitlines() if row.startswith("| `-")]
+    rows = [row for row in re.split(r"^## ", section, flags=re.MULTILINE)[0].splitlines() if row.startswith("| `")]
     named = {option for row in rows for option in re.findall(r"`(--[\w-]+)`", row.split(" | ")[0])}
     options = {name for p in find(command.split())[0].params for name in (*p.opts, *p.secondary_opts)}
     assert named == {name for name in options if name.startswith("--")} - {"--help"}
@@ -150,7 +167,7 @@ def test_every_option_of_a_command_is_in_its_table(command: str) -> None:
 
 def test_every_configuration_key_is_in_the_table_with_its_default() -> None:
     config = pytest.importorskip("moe_comm.train.config")
-    section = (ROOT / "docs/training.md").read_text().partition("## Configuration")[2].partition("\n## ")[0]
+    section = TRAINING.partition("## Configuration")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(\w+\.\w+)` \|([^|]*)\|", section, re.MULTILINE)
     shown = {key: default.strip().strip("`") for key, default in rows}
     defaults = config.TrainConfig().model_dump(mode="json")
@@ -159,6 +176,40 @@ def test_every_configuration_key_is_in_the_table_with_its_default() -> None:
     for key, value in actual.items():
         written = None if shown[key] == "none" else tomllib.loads(f"value = {shown[key]}")["value"]
         assert written == value, key
+
+
+def test_every_ready_configuration_is_in_the_table_with_its_mapping() -> None:
+    config = pytest.importorskip("moe_comm.train.config")
+    build = pytest.importorskip("moe_comm.train.build")
+    from moe_comm.layers.flops import count_model
+
+    rows = re.findall(r"^\| `([\w-]+)` \| (\d+) \| ([^|]*) \| ([\d.]+) ([MB]) \|", TRAINING, re.MULTILINE)
+    assert {row[0] for row in rows} == config.ready_configs().keys()
+    for name, ranks, mapping, params, unit in rows:
+        found = config.load(name)
+        assert (found.parallel.ranks, str(found.parallel.mapping(int(ranks)))) == (int(ranks), mapping), name
+        counted = count_model(build.architecture_of(found, None if found.model.vocab else 257)).params
+        assert f"{counted / {'M': 1e6, 'B': 1e9}[unit]:.1f}" == params, name
+
+
+def test_the_picture_of_a_mapping_is_what_the_command_prints() -> None:
+    config = pytest.importorskip("moe_comm.train.config")
+    from moe_comm.topology import picture
+
+    text = (ROOT / "docs/parallel.md").read_text()
+    shown = re.findall(r"^<!-- mesh: ([\w-]+) -->\n```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert shown
+    for name, drawn in shown:
+        parallel = config.load(name).parallel
+        assert drawn == picture(parallel.mapping(parallel.ranks)), name
+
+
+def test_every_schedule_is_in_the_table_of_pipelines() -> None:
+    schedules = pytest.importorskip("moe_comm.train.pipeline.schedules").SCHEDULES
+    section = (ROOT / "docs/parallel.md").read_text().partition("## Pipelines")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| (\d)(?: (or more))? \| ([\w, ]+) \|", section, re.MULTILINE)
+    shown = {name: (int(least), bool(more), backward != "whole") for name, least, more, backward in rows}
+    assert shown == {name: (s.least, s.most is None, s.splits_backward) for name, s in schedules.items()}
 
 
 def test_every_error_is_in_the_table_with_what_it_derives_from() -> None:

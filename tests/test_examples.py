@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import subprocess
@@ -12,9 +13,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
-ELSEWHERE = {"swap_hugging_face.py"}
+ELSEWHERE = {"swap_hugging_face.py", "folded_transformer.py"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 SAYS = {
+    "tensor_parallel.py": ["rank 1 of 2: 2 heads, output and gradients match"],
     "dispatch_only.py": ["rank 0 (shared_memory) holds experts [0, 1]", "rank 1 (shared_memory) holds experts [2, 3]"],
     "moe_layer.py": [
         "rank 0 of 2: 4 experts, shared_memory",
@@ -45,6 +47,15 @@ def test_example_starts_its_own_ranks(name: str) -> None:
 def test_example_runs_under_torchrun() -> None:
     shown = run([*TORCHRUN, "examples/dispatch_only.py"])
     assert all(text in shown for text in SAYS["dispatch_only.py"]), shown
+
+
+def test_the_folded_example_has_the_losses_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    example = importlib.import_module("folded_transformer")
+    _, *alone = example.work(example.ParallelConfig())
+    assert len(alone) == 3
+    shown = run([sys.executable, "examples/folded_transformer.py"])
+    assert [line for line in shown.splitlines() if line.startswith("step")] == alone
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pydantic") is None, reason="needs the train extra")

@@ -24,7 +24,7 @@ from moe_comm.bench.ranks import all_cores, cores_of_group, on_ranks
 from moe_comm.bench.train_contestant import AloneMesh, Setting, TrainContestant
 from moe_comm.bench.train_ours import OneProcess, Ours
 from moe_comm.bench.train_peers import PEERS
-from moe_comm.bench.train_settings import ALONE, LR, TrainBench
+from moe_comm.bench.train_settings import LR, RIVALS, TrainBench
 from moe_comm.integrations.hugging_face.architecture import to_hugging_face
 from moe_comm.integrations.hugging_face.weights import write_folder
 from moe_comm.layers.flops import count_model
@@ -144,13 +144,14 @@ def run(bench: TrainBench, threads: int = 1) -> dict[str, Any]:
         if turn.kind.note:
             row["note"] = turn.kind.note
     mine = rows.pop(Ours.name)
-    others = {name: row["speedup"] for name, row in rows.items() if name not in ALONE}
-    best = min(others, key=others.__getitem__, default=None)
+    speedups = {name: row["speedup"] for name, row in rows.items()}
+    best = min((name for name in rows if name in RIVALS), key=speedups.__getitem__, default=None)
     return {
         "benchmark": "train",
         **mine,
-        "speedup": None if best is None else others[best],
+        "speedup": None if best is None else speedups[best],
         "best_peer": best,
+        "speedup_over_all": min(speedups.values(), default=None),
         "peers": rows,
         "step": _mean([split for _, _, split in everyone]),
         "losses": turns[0].losses,

@@ -169,7 +169,7 @@ class DeepSpeedAutoEP(HuggingFace):
     """DeepSpeed replaces transformers' MoE blocks by its own, expert-parallel over all ranks; no ZeRO."""
 
     name = "deepspeed_autoep"
-    ds_config: ClassVar[dict[str, Any]] = {"gradient_accumulation_steps": 1, "zero_allow_untested_optimizer": True}
+    ds_config: ClassVar[dict[str, Any]] = {"gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
 
     @classmethod
     def why_not(cls, bench: TrainBench) -> str | None:
@@ -188,6 +188,7 @@ class DeepSpeedAutoEP(HuggingFace):
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
         ranks = setting.bench.ranks
         model = self.load(setting)
+        _let_deepspeed_read_the_registry()
         config = self.ds_config | {
             "train_micro_batch_size_per_gpu": setting.bench.batch,
             "expert_parallel": {"enabled": True, "autoep_size": ranks, "preset_model": "qwen3_moe"},
@@ -204,6 +205,27 @@ class DeepSpeedAutoEP(HuggingFace):
         self._engine.backward(loss * self.ranks_in_mean)
         self._engine.step()
         self._loss = loss.detach()
+
+
+def _let_deepspeed_read_the_registry() -> None:
+    """DeepSpeed 0.19.8 uses a private dict of transformers by class name, as it was before transformers 5.23."""
+    capturing = import_module("transformers.utils.output_capturing")
+    registry: Any = getattr(capturing, "_CAN_RECORD_REGISTRY", None)
+    if registry is None or type(registry) is dict:
+        return
+
+    def key_of(model: Any) -> str:
+        return model if isinstance(model, str) else str(model.__class__)
+
+    class ByName(type(registry)):  # type: ignore[misc]
+        def __setitem__(self, model: Any, value: Any) -> None:
+            dict.__setitem__(self, key_of(model), value)
+
+        def get(self, model: Any, default: Any = None) -> Any:
+            found = dict.get(self, key_of(model), default)
+            return found if isinstance(model, str) else found or {}
+
+    registry.__class__ = ByName
 
 
 PEERS: dict[str, type[TrainContestant]] = {

@@ -9,8 +9,9 @@ from moe_comm.errors import ConfigError
 
 Sharding = Literal["replicate", "zero1", "fsdp"]
 TRAIN_PEERS = ("hf_ep_fsdp2", "hf_fsdp2", "hf_ddp", "deepspeed_autoep", "one_process", "hf_one_process")
-ALONE = ("one_process", "hf_one_process")
-"""These run on one process with all cores; ``speedup`` is over the best of the others."""
+RIVALS = ("hf_ep_fsdp2", "hf_fsdp2", "deepspeed_autoep")
+"""Those that spread experts over ranks, or their weights: ``speedup`` is over the best of these. A model that fits
+whole into every rank needs neither them nor us; ``speedup_over_all`` counts those ways too."""
 
 
 @dataclass(frozen=True)

@@ -1,48 +1,156 @@
-"""Tiny runs for the tests of training."""
+"""Tiny runs for the tests of training: a text, settings, a trainer on the ranks there are, and whole weights."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from moe_comm.integrations.hugging_face import gather_state_dict
+from moe_comm.topology import Box, FoldedMesh
+from moe_comm.train.build import architecture_of, build
 from moe_comm.train.config import TrainConfig, load
-from moe_comm.train.data import Corpus
-from moe_comm.train.metrics import MetricsSink
-from moe_comm.train.model import build, spread
+from moe_comm.train.corpus import Corpus
+from moe_comm.train.feed import CorpusFeed
+from moe_comm.train.job import open_corpus
 from moe_comm.train.ranks import Ranks
 from moe_comm.train.trainer import Trainer
 
 TINY = (
     "run.steps=4",
     "run.eval_batches=2",
-    "run.sample_bytes=24",
+    "run.sample_tokens=0",
     "data.seq_len=16",
-    "data.batch=4",
+    "data.batch=8",
+    "data.micro_batches=2",
     "model.hidden=16",
     "model.layers=2",
-    "model.heads=2",
-    "model.experts=5",
+    "model.heads=4",
+    "model.kv_heads=2",
+    "model.experts=4",
     "model.ffn=24",
     "model.init_std=0.2",
     "optimizer.warmup=1",
-    "parallel.timeout_s=20",
+    "parallel.timeout_s=30",
 )
-TEXT = b"".join(b"line %d: the quick brown fox jumps over the lazy dog\n" % n for n in range(200))
+SGD = ("optimizer.kind=sgd", "optimizer.lr=0.3", "model.aux_loss=0.1", "model.z_loss=0.01", "optimizer.clip=0.5")
+"""SGD and not Adam, which would hide a wrong scale of a gradient; clipping, so that the norm matters too."""
+TEXT = "".join(f"line {n}: the quick brown fox jumps over the lazy dog, {n * n} times\n" for n in range(400))
+Parts = dict[str, tuple[tuple[int, ...], list[tuple[Box, Tensor]]]]
 
 
-def tiny(*overrides: str) -> TrainConfig:
-    return load(None, [*TINY, *overrides])
+def write_text(folder: Path) -> list[str]:
+    """Settings of runs on ``TEXT`` that leave everything in ``folder``."""
+    text = folder / "text.txt"
+    text.write_text(TEXT)
+    return [*TINY, f"data.source={text}", f"data.cache={folder / 'cache'}", f"run.folder={folder / 'runs'}"]
 
 
-def make_trainer(config: TrainConfig, sinks: Sequence[MetricsSink] = ()) -> Trainer:
-    """A trainer on this rank of the default process group, or on one rank where there is none."""
-    ranks = Ranks.make(config.parallel.ep)
-    whole = build(config.model, config.data.seq_len, config.run.seed)
-    model = spread(whole, ranks, config.parallel)
-    return Trainer(config, model, Corpus(TEXT, config.data, config.run.seed), ranks, sinks)
+def config_of(settings: Sequence[str]) -> TrainConfig:
+    return load(None, settings)
 
 
-def full_weights(trainer: Trainer) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in gather_state_dict(trainer.model.module).items()}
+@dataclass
+class Session:
+    """A trainer and what it works on, on this rank."""
+
+    trainer: Trainer
+    corpus: Corpus
+    mesh: FoldedMesh
+
+    @property
+    def stages(self) -> list[Any]:
+        return list(self.trainer.machinery.stages)
+
+    def parts(self, grads: bool = False) -> Parts:
+        """What this rank owns of the weights, or of their gradients, and where it lies in the whole."""
+        found: Parts = {}
+        for owned in self.trainer.machinery.data_parallel.owned():
+            value = owned.value.grad if grads else owned.value.detach()
+            assert value is not None
+            pieces = [(box, value[box.local].clone()) for box in owned.boxes(self.mesh)]
+            found[owned.name] = owned.sharding.shape, pieces
+        return found
+
+
+@contextlib.contextmanager
+def session(settings: Sequence[str], **options: Any) -> Iterator[Session]:
+    """Without a run folder, on all ranks of the default process group, or alone where there is none. Collective."""
+    config, ranks = config_of(settings), Ranks.make()
+    mesh = FoldedMesh(config.parallel.mapping(ranks.world))
+    corpus = open_corpus(config, ranks)
+    machinery = build(config, architecture_of(config, corpus.vocab_size), mesh)
+    feed = CorpusFeed(corpus, mesh, config.parallel.context, config.data.micro_batches, config.run.steps)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(feed)
+        for stage in machinery.stages:
+            stack.callback(stage.close)  # type: ignore[arg-type]
+        stack.callback(machinery.runner.close)
+        yield Session(Trainer(config, machinery, feed, ranks, **options), corpus, mesh)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one rank knows after training. validation: the loss after the last step."""
+
+    losses: list[float]
+    norms: list[float]
+    loads: list[Any]
+    parts: Parts
+    validation: float
+    status: str
+
+
+def train(rank: int, world: int, settings: Sequence[str]) -> Trained:
+    """Train to the end; for a ``RankPool``, and alone with ``train(0, 1, ...)``."""
+    with session(settings) as here:
+        status = here.trainer.fit()
+        reports = here.trainer.reports
+        return Trained(
+            [report.loss for report in reports],
+            [report.grad_norm for report in reports],
+            [report.load for report in reports],
+            here.parts(),
+            here.trainer.evaluate(),
+            status,
+        )
+
+
+def whole(parts_by_rank: Sequence[Parts]) -> dict[str, Tensor]:
+    """Whole tensors from every rank's parts; what no rank has is NaN, and copies must be the same bits."""
+    found: dict[str, Tensor] = {}
+    for parts in parts_by_rank:
+        for name, (shape, pieces) in parts.items():
+            tensor = found.setdefault(name, torch.full(shape, torch.nan))
+            for box, piece in pieces:
+                before = tensor[box.whole]
+                assert bool(before.isnan().all()) or torch.equal(before, piece), f"copies of {name} differ"
+                tensor[box.whole] = piece
+    return found
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    """Each tensor's largest difference over its largest element."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        difference = float((found[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-12))
+        assert difference <= tolerance, f"{name} differs by {difference:.1e}"
+
+
+def assert_same_training(found: Sequence[Trained], expected: Trained, tolerance: float = 1e-5) -> None:
+    """Losses, norms and validation loss of every rank, and the weights of all together."""
+    for trained in found:
+        assert_floats(trained.losses, expected.losses, tolerance)
+        assert_floats(trained.norms, expected.norms, 3 * tolerance)
+        assert_floats([trained.validation], [expected.validation], tolerance)
+    assert_close(whole([t.parts for t in found]), whole([expected.parts]), 3 * tolerance)
+
+
+def assert_floats(found: Sequence[float], expected: Sequence[float], tolerance: float = 1e-5) -> None:
+    assert len(found) == len(expected)
+    for step, (a, b) in enumerate(zip(found, expected, strict=True), 1):
+        assert abs(a - b) <= tolerance * abs(b), f"step {step}: {a} and {b}"

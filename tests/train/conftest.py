@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.pool import RankPool
+from tests.train.common import write_text
 
 
 @pytest.fixture(scope="package")
@@ -12,3 +14,21 @@ def pool2() -> Iterator[RankPool]:
     """Two ranks for all tests of training: most of their start is the import of transformers."""
     with RankPool(2) as pool:
         yield pool
+
+
+@pytest.fixture(scope="package")
+def pool4() -> Iterator[RankPool]:
+    with RankPool(4) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="package")
+def shared_settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Of tiny runs on one text, whose tokens are prepared once."""
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture
+def settings(shared_settings: list[str], tmp_path: Path) -> list[str]:
+    """The same, with a place for run folders of the test's own."""
+    return [*shared_settings, f"run.folder={tmp_path / 'runs'}"]

@@ -7,9 +7,10 @@ import pydantic
 import pytest
 
 from moe_comm.errors import ConfigError
-from moe_comm.train.config import dump, load
+from moe_comm.train.config import dump, load, ready_configs
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc.toml"
+READY = ("deepseek-v3", "mixtral-8x22b", "mixtral-8x7b", "qwen3-30b-a3b", "small", "tiny")
 
 
 def test_the_example_loads() -> None:
@@ -18,13 +19,26 @@ def test_the_example_loads() -> None:
     assert config.parallel.ranks == 2
 
 
+def test_ready_configurations_load_by_name_and_their_mappings_fit() -> None:
+    assert tuple(ready_configs()) == READY
+    for name in READY:
+        parallel = load(name).parallel
+        assert parallel.mapping(parallel.ranks).world == parallel.ranks
+    assert load("tiny", ["run.steps=3"]).run.steps == 3
+    with pytest.raises(ConfigError, match="no configuration named 'big'; ready ones: deepseek-v3, mixtral"):
+        load("big")
+
+
 def test_a_dumped_configuration_loads_back_unchanged(tmp_path: Path) -> None:
     config = load(
         None,
         [
             "run.time_limit_s=12.5",
             "parallel.ep=1",
-            'data.source=a "quoted" path\\n',
+            'data.source=["a \\"quoted\\" path\\\\n", "b"]',
+            "data.weights=[0.25, 0.75]",
+            "parallel.stage_layers=[3, 1]",
+            "optimizer.betas=[0.8, 0.99]",
             "run.seed=7",
             "run.folder=läufe/\N{GRINNING FACE}",
         ],
@@ -53,8 +67,8 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
         ("run.stepz=5", "unknown key 'run.stepz' (did you mean 'run.steps'?)"),
         ("model.lr=1.0", "unknown key 'model.lr' (did you mean 'optimizer.lr'?)"),
         ("modle.hidden=64", "unknown key 'modle' (did you mean 'model'?)"),
-        ("zzz.hidden=64", "known: run, data, model, optimizer, parallel"),
-        ("model.zzz=64", "known: model.family, model.hidden"),
+        ("zzz.hidden=64", "known: run, data, model, optimizer, parallel, checkpoint"),
+        ("model.zzz=64", "known: model.family, model.pretrained"),
         ("optimizer.lr=nan", "optimizer.lr: input should be a finite number"),
         ("optimizer.lr=inf", "optimizer.lr: input should be a finite number"),
         ("optimizer.lr=-1.0", "optimizer.lr: input should be greater than 0"),
@@ -68,6 +82,19 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
         ("model.hidden=130", "hidden (130) must be a multiple of 2 x heads (4)"),
         ("model.kv_heads=3", "heads (4) must be a multiple of kv_heads (3)"),
         ("parallel.backend=nccl", "parallel.backend: input should be 'auto', 'local'"),
+        ("parallel.sharding=zero3", "parallel.sharding: input should be 'replicate', 'zero1' or 'fsdp'"),
+        ("parallel.schedule=dualpipe", "parallel.schedule: input should be 'gpipe', '1f1b'"),
+        ("parallel.tp=0", "parallel.tp: input should be greater than or equal to 1; got 0"),
+        ("data.micro_batches=3", "batch (16) must be a multiple of micro_batches (3)"),
+        ("data.weights=[0.5, 0.5]", "weights must hold one number for each of 1 sources"),
+        ("data.packing=loose", "data.packing: input should be 'contiguous', 'best_fit' or 'random'"),
+        ("model.first_dense=1", "first_dense needs dense_ffn"),
+        ("model.recompute=some", "model.recompute: input should be 'none', 'selective' or 'full'"),
+        ("model.dtype=float16", "model.dtype: input should be 'float32' or 'bfloat16'"),
+        ("optimizer.kind=adam", "optimizer.kind: input should be 'adamw', 'sgd', 'lamb' or 'muon'"),
+        ("checkpoint.keep=0", "checkpoint.keep: input should be greater than or equal to 1"),
+        ("checkpoint.resume=always", "checkpoint.resume: input should be 'no' or 'auto'"),
+        ("run.nonfinite=ignore", "run.nonfinite: input should be 'stop' or 'skip'"),
         ("run=3", "section.key=value"),
         ("run.steps", "section.key=value"),
         ("run.steps.x=3", "run.steps: input should be a valid integer"),

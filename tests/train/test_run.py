@@ -1,9 +1,15 @@
+"""One whole run: what it leaves behind, what it prints, and how it ends when told to stop or when numbers go bad."""
+
 from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
+import re
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,79 +20,132 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_comm.errors import ConfigError, MissingDependency, NonFiniteLoss, RankMismatch
-from moe_comm.integrations.hugging_face import gather_state_dict
 from moe_comm.train import RunResult, job, run
+from moe_comm.train.checkpoint import CheckpointReader, latest
 from moe_comm.train.config import load
-from moe_comm.train.metrics import StepReport
-from moe_comm.train.model import SpreadModel, build
+from moe_comm.train.export import export_run
+from moe_comm.train.metrics import JsonlSink, StepReport
 from moe_comm.train.progress import Silent, make_progress
-from moe_comm.train.sample import continue_text
-from moe_comm.train.trainer import Trainer
+from moe_comm.train.sample import continue_text, load_model
+from moe_comm.train.trainer import Machinery, Trainer
 from tests.pool import RankPool
-from tests.train.common import TEXT, TINY
 
-
-@pytest.fixture
-def settings(tmp_path: Path) -> list[str]:
-    (tmp_path / "text.txt").write_bytes(TEXT)
-    return [*TINY, f"run.folder={tmp_path / 'runs'}", f"data.source={tmp_path / 'text.txt'}"]
-
-
-Probed = tuple[RunResult, torch.Tensor, dict[str, torch.Tensor]]
 TOKENS = torch.arange(12).view(1, 12) + 60
+FILES = {"config.resolved.toml", "metrics.jsonl", "tensorboard", "checkpoints", "tokenizer", "model", "result.json"}
 
 
-def _run_and_probe(rank: int, world: int, settings: list[str]) -> Probed:
-    """A run, and the logits and the whole weights of the spread model when it was saved."""
-    seen: list[tuple[torch.Tensor, dict[str, torch.Tensor]]] = []
-    save = SpreadModel.save
+@contextmanager
+def watched(after_step: Callable[[StepReport], None]) -> Iterator[None]:
+    """Call ``after_step(report)`` after every step of every trainer."""
+    with pytest.MonkeyPatch.context() as patch:
+        step = Trainer.train_step
 
-    def save_and_probe(self: SpreadModel, folder: Path) -> None:
-        save(self, folder)
+        def watching(self: Trainer, number: int) -> StepReport:
+            report = step(self, number)
+            after_step(report)
+            return report
+
+        patch.setattr(Trainer, "train_step", watching)
+        yield
+
+
+@contextmanager
+def probed(found: list[Any]) -> Iterator[None]:
+    """Before the trained model is given up, put its logits for ``TOKENS`` into ``found``. Collective."""
+    close = job._close
+
+    def probe(machinery: Machinery) -> None:
+        (stage,) = machinery.stages
+        model: Any = stage.eval()
+        cp = machinery.mesh.size("cp")
+        assert cp == 1
         with torch.no_grad():
-            seen.append((self.logits(TOKENS), gather_state_dict(self.module)))
+            found.append(model.logits(model(TOKENS)))
+        close(machinery)
 
-    SpreadModel.save = save_and_probe  # type: ignore[method-assign]
-    try:
-        return run(None, settings), *seen[0]
-    finally:
-        SpreadModel.save = save  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job, "_close", probe)
+        yield
+
+
+def _run_and_probe(rank: int, world: int, settings: list[str]) -> tuple[RunResult, torch.Tensor]:
+    logits: list[torch.Tensor] = []
+    with probed(logits):
+        result = run(None, settings)
+    return result, logits[0]
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_run_leaves_a_folder_with_all_there_is_to_know(pool2: RankPool, settings: list[str]) -> None:
-    (result, logits, weights), (other, _, _) = pool2.run(_run_and_probe, settings, timeout=120)
+    settings = [*settings, "parallel.tp=2", "run.eval_every=2", "run.sample_tokens=24", "model.capacity=1.0"]
+    (result, _), (other, _) = pool2.run(_run_and_probe, settings, timeout=120)
     assert (result.status, result.steps) == ("finished", 4)
     assert (other.folder, other.last_loss, other.sample) == (result.folder, result.last_loss, "")
-    names = {path.name for path in result.folder.iterdir()}
-    assert names == {"config.resolved.toml", "metrics.jsonl", "tensorboard", "model", "sample.txt", "result.json"}
+    assert {path.name for path in result.folder.iterdir()} == FILES | {"sample.txt"}
     assert load(result.folder / "config.resolved.toml") == load(None, settings)
 
-    lines = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 4]
-    assert {"loss", "balance", "lr", "grad_norm", "tokens_per_s", "imbalance"} <= lines[0].keys()
-    assert all(len(line["imbalance"]) == 2 for line in lines[:4])
-    assert lines[-1] == {"step": 4, "validation/loss": result.validation_loss}
-    assert lines[0]["loss"] == result.first_loss
+    lines = lines_of(result.folder)
+    assert [line["step"] for line in lines] == [1, 2, 2, 3, 4, 4]
+    steps = [line for line in lines if "loss" in line]
+    assert steps[0]["loss"] == result.first_loss
+    for line in steps:
+        assert line["grad_norm"] > 0 and line["lr"] > 0 and line["tokens_per_s"] > 0 and 0 < line["mfu"] < 2
+        assert line["tokens"] == 8 * 16 and line["memory_bytes"] > 2**20
+        times = line["times"]
+        parts = [times[key] for key in ("compute", "communication", "data", "checkpoint")]
+        assert sum(parts) + line["loop_s"] == pytest.approx(times["total"])
+        assert times["communication"] > 0
+        load_of = line["load"]
+        assert {len(values) for values in load_of.values()} == {2}, "one number for each layer"
+        assert all(1 <= value <= 4 for value in load_of["imbalance"])
+        assert all(0 < value < 1 for value in load_of["dropped"])
+    summaries = [line for line in lines if "loss" not in line]
+    assert summaries[-1]["validation/loss"] == result.validation_loss
+    assert summaries[-1]["validation/perplexity"] == pytest.approx(math.exp(summaries[-1]["validation/loss"]))
 
     events: Any = EventAccumulator(str(result.folder / "tensorboard"))
     events.Reload()
-    assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(
-        [line["loss"] for line in lines[:4]]
-    )
-    assert {"router/imbalance_max", "train/tokens_per_s", "validation/loss"} <= set(events.Tags()["scalars"])
+    assert [event.value for event in events.Scalars("train/loss")] == pytest.approx([line["loss"] for line in steps])
+    wanted = {"train/grad_norm", "train/tokens_per_s", "train/mfu", "time/compute", "time/communication", "time/data"}
+    wanted |= {"time/checkpoint", "router/imbalance_max", "router/dead_experts", "router/dropped_layer_1"}
+    assert wanted | {"memory/gib", "validation/loss"} <= set(events.Tags()["scalars"])
 
     ended = json.loads((result.folder / "result.json").read_text())
-    assert (ended["status"], ended["ranks"], ended["ep"]) == ("finished", 2, 2)
+    assert (ended["status"], ended["mapping"]) == ("finished", "tp 2, ep 2")
     assert (result.folder / "sample.txt").read_text() == result.sample + "\n"
 
-    config = load(None, settings)
-    trained = build(config.model, config.data.seq_len, seed=1)
-    trained.load_state_dict(weights)
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "mixtral", "deepseek_v3"])
+def test_the_saved_model_gives_the_logits_of_the_trained_one(
+    pool2: RankPool, settings: list[str], tmp_path: Path, family: str
+) -> None:
+    settings = [*settings, f"model.family={family}", "model.tie=true", "model.kv_heads=4"]
+    if family == "deepseek_v3":
+        settings += ["model.first_dense=1", "model.dense_ffn=24", "model.shared_ffn=24", "model.bias_rate=0.1"]
+        settings += ["model.expert_groups=2", "model.route_scale=1.5", "parallel.tp=2"]
+    (result, logits), _ = pool2.run(_run_and_probe, settings, timeout=120)
     loaded: Any = AutoModelForCausalLM.from_pretrained(result.folder / "model")
     with torch.no_grad():
-        again = loaded(input_ids=TOKENS).logits
-        assert torch.equal(again, trained(input_ids=TOKENS).logits)
-    torch.testing.assert_close(again, logits, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(loaded(input_ids=TOKENS).logits, logits, rtol=1e-4, atol=1e-5)
+    assert loaded.config.model_type == family
+    export_run(result.folder, tmp_path / "out")
+    again: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), loaded.parameters(), strict=True))
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (
+        result.folder / "tokenizer" / "tokenizer.json"
+    ).read_bytes()
+
+
+def test_training_goes_on_from_a_pretrained_model(settings: list[str]) -> None:
+    first = run(None, settings)
+    start = [f"model.pretrained={first.folder / 'model'}", "run.steps=1", "optimizer.warmup=0"]
+    second = run(None, [*settings, *start])
+    assert first.validation_loss is not None
+    assert second.first_loss < first.first_loss - 0.1
+    assert (second.folder / "model" / "model.safetensors").exists()
 
 
 def test_the_resolved_configuration_runs_again_to_the_same_bits(settings: list[str]) -> None:
@@ -97,68 +156,58 @@ def test_the_resolved_configuration_runs_again_to_the_same_bits(settings: list[s
 
 
 def test_a_tokenizer_of_bytes_is_saved_with_the_model(settings: list[str]) -> None:
-    tokenizer: Any = AutoTokenizer.from_pretrained(run(None, [*settings, "run.steps=1"]).folder / "model")
-    text = "na\u00efve \u2192 \U0001f600\n\ttab  two"
-    assert tokenizer(text).input_ids == list(text.encode())
-    assert tokenizer.decode(list(text.encode())) == text
+    folder = run(None, [*settings, "run.steps=1"]).folder
+    for part in ("model", "tokenizer"):
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder / part)
+        text = "na\u00efve \u2192 \U0001f600\n\ttab  two"
+        assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
 
 
 def test_only_rank_0_prints_and_ends_with_the_losses_beside_the_entropy(
     settings: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = run(None, [*settings, "run.log_every=2"])
+    result = run(None, [*settings, "run.log_every=2", "run.sample_tokens=24"])
     out = capsys.readouterr().out
+    assert "0.0 M parameters" in out and "4 experts top-2" in out and "1 rank(s)" in out
     steps = [line.split()[1] for line in out.splitlines() if line.startswith("step ")]
     assert steps == ["1/4", "2/4", "4/4"]
-    assert "tokens/s" in out and "load imbalance" in out and "left" in out
+    assert all(word in out for word in ("tokens/s", "load imbalance", "MFU", " left"))
     for value in (result.first_loss, result.last_loss, result.validation_loss, result.unigram_entropy):
-        assert f"{value:8.3f} nats/byte" in out
+        assert f"{value:8.3f} nats/token" in out
     assert result.sample in out
     assert str(result.folder) in out
     assert isinstance(make_progress(False, 1), Silent)
 
 
-class _Signal:
+def _signal_at(kind: signal.Signals, step: int) -> Callable[[StepReport], None]:
     """Sends a signal to this process after the given step."""
 
-    def __init__(self, kind: signal.Signals, step: int) -> None:
-        self.kind, self.step = kind, step
+    def send(report: StepReport) -> None:
+        if report.step == step:
+            os.kill(os.getpid(), kind)
 
-    def __call__(self, report: StepReport) -> None:
-        if report.step == self.step:
-            os.kill(os.getpid(), self.kind)
-
-
-def _watch(monkeypatch: pytest.MonkeyPatch, after_step: Any) -> None:
-    """Call ``after_step(report)`` after every step."""
-    step = Trainer.train_step
-
-    def watched(self: Trainer, number: int) -> StepReport:
-        report = step(self, number)
-        after_step(report)
-        return report
-
-    monkeypatch.setattr(Trainer, "train_step", watched)
+    return send
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_ends_after_a_whole_step_and_leaves_a_usable_folder(
-    settings: list[str], monkeypatch: pytest.MonkeyPatch, kind: signal.Signals
-) -> None:
+def test_a_signal_ends_after_a_whole_step_and_leaves_a_usable_folder(settings: list[str], kind: signal.Signals) -> None:
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    _watch(monkeypatch, _Signal(kind, 2))
-    result = run(None, [*settings, "run.steps=1000"])
+    with watched(_signal_at(kind, 2)):
+        result = run(None, [*settings, "run.steps=1000"])
     assert (result.status, result.steps, result.validation_loss) == ("interrupted", 3, None)
     assert AutoModelForCausalLM.from_pretrained(result.folder / "model") is not None
-    assert len((result.folder / "metrics.jsonl").read_text().splitlines()) == 3
+    assert [line["step"] for line in lines_of(result.folder)] == [1, 2, 3]
     assert json.loads((result.folder / "result.json").read_text())["status"] == "interrupted"
+    saved = latest(result.folder / "checkpoints")
+    assert saved is not None and CheckpointReader(saved).step == 3
     assert handlers == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
 
 
 def test_one_press_that_arrives_twice_is_one(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "SAME_PRESS_S", 3600.0)
-    _watch(monkeypatch, lambda report: [_Signal(signal.SIGINT, 2)(report) for _ in range(2)])
-    assert run(None, settings).status == "interrupted"
+    send = _signal_at(signal.SIGINT, 2)
+    with watched(lambda report: [send(report) for _ in range(2)] and None):
+        assert run(None, settings).status == "interrupted"
 
 
 def _one_folder(settings: list[str]) -> Path:
@@ -168,24 +217,16 @@ def _one_folder(settings: list[str]) -> Path:
 
 def test_a_second_ctrl_c_ends_at_once(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "SAME_PRESS_S", 0.0)
-    kill = _Signal(signal.SIGINT, 2)
-
-    def twice(report: StepReport) -> None:
-        kill(report)
-        kill(report)
-
-    _watch(monkeypatch, twice)
-    with pytest.raises(KeyboardInterrupt):
+    send = _signal_at(signal.SIGINT, 2)
+    with watched(lambda report: [send(report) for _ in range(2)] and None), pytest.raises(KeyboardInterrupt):
         run(None, settings)
     folder = _one_folder(settings)
     assert json.loads((folder / "result.json").read_text())["status"] == "failed"
-    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 1
+    assert [line["step"] for line in lines_of(folder)] == [1]
 
 
 def _interrupt_one_rank(rank: int, world: int, settings: list[str]) -> RunResult:
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            _watch(patch, _Signal(signal.SIGINT, 2))
+    with watched(_signal_at(signal.SIGINT, 2) if rank == 1 else lambda report: None):
         return run(None, settings)
 
 
@@ -195,14 +236,21 @@ def test_ctrl_c_on_one_rank_ends_every_rank(pool2: RankPool, settings: list[str]
     assert (results[0].folder / "model" / "model.safetensors").exists()
 
 
-def _diverge(rank: int, world: int, settings: list[str]) -> str:
+def _diverge(rank: int, world: int, settings: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            loss = Trainer._loss
-            patch.setattr(Trainer, "_loss", lambda self, batch: loss(self, batch) * float("nan"))
+        from moe_comm.train.pipeline.runner import Accumulation
+
+        step = Accumulation.step
+        calls = []
+
+        def diverging(self: Any, batches: Any, scale: Any = 1.0) -> torch.Tensor:
+            calls.append(1)
+            losses = step(self, batches, scale)
+            return losses * math.nan if rank == 1 and len(calls) == 3 else losses
+
+        patch.setattr(Accumulation, "step", diverging)
         with pytest.raises(NonFiniteLoss):
             run(None, settings)
-    return type(NonFiniteLoss).__name__
 
 
 def test_a_nan_loss_leaves_the_last_good_weights(pool2: RankPool, settings: list[str]) -> None:
@@ -211,7 +259,11 @@ def test_a_nan_loss_leaves_the_last_good_weights(pool2: RankPool, settings: list
     assert AutoModelForCausalLM.from_pretrained(folder / "model") is not None
     ended = json.loads((folder / "result.json").read_text())
     assert ended["status"] == "failed"
-    assert ended["error"].startswith("NonFiniteLoss: step 1: the loss is NaN or infinite on rank 1")
+    assert re.match("NonFiniteLoss: step 3: the loss .* NaN or infinite on rank 1", ended["error"])
+    saved = latest(folder / "checkpoints")
+    assert saved is not None and CheckpointReader(saved).step == 2
+    weights = [CheckpointReader(saved).read(name) for name in CheckpointReader(saved).names]
+    assert all(bool(weight.isfinite().all()) for weight in weights)
 
 
 def _run_with_own_seed(rank: int, world: int, settings: list[str]) -> None:
@@ -230,11 +282,14 @@ def _run_into(rank: int, world: int, settings: list[str]) -> str:
     return str(caught.value)
 
 
-def test_a_folder_that_cannot_be_made_is_a_config_error_on_every_rank(
+def test_a_folder_or_a_text_that_cannot_be_used_is_a_config_error_on_every_rank(
     pool2: RankPool, settings: list[str], tmp_path: Path
 ) -> None:
-    messages = pool2.run(_run_into, [*settings, f"run.folder={tmp_path / 'text.txt'}"])
+    (tmp_path / "file").write_text("no folder")
+    messages = pool2.run(_run_into, [*settings, f"run.folder={tmp_path / 'file'}"])
     assert all("run.folder: cannot write to" in message for message in messages)
+    messages = pool2.run(_run_into, [*settings, f"data.source={tmp_path / 'nowhere.txt'}"])
+    assert all("nowhere.txt" in message for message in messages)
 
 
 def test_missing_packages_are_named_with_the_extra_that_brings_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,11 +299,28 @@ def test_missing_packages_are_named_with_the_extra_that_brings_them(monkeypatch:
         run(None)
 
 
-def test_a_sample_is_repeatable_printable_and_as_long_as_asked() -> None:
-    config = load(None, list(TINY))
-    model = build(config.model, config.data.seq_len, seed=0)
-    # Longer than the 16 bytes the model was made for, so the context has to start anew several times.
-    texts = [continue_text(model, b"The quick", 60, 1.0, seed) for seed in (1, 1, 2)]
+def test_a_sample_is_repeatable_and_as_long_as_asked(settings: list[str]) -> None:
+    model: Any = load_model(run(None, [*settings, "run.steps=1"]).folder / "model")
+    end = model.config.eos_token_id
+    # Longer than the 16 tokens the model was made for, so the context has to start anew several times.
+    prompt = list(b"The quick")
+    texts = [continue_text(model, prompt, 60, 1.0, seed) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
-    assert all(text.startswith("The quick") for text in texts)
-    assert all(character.isprintable() or character in "\n\t" for text in texts for character in text)
+    for text in texts:
+        assert text[: len(prompt)] == prompt
+        assert end not in text and len(text) <= len(prompt) + 60
+    assert max(len(text) for text in texts) > 20
+
+
+def test_lines_of_steps_that_are_done_again_are_taken_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 2, "validation/loss": 1.0}\n{"step": 3}\n{"st')
+    sink = JsonlSink(path, done=2)
+    sink.summary(3, {"again": 1.0})
+    sink.close()
+    assert lines_of(tmp_path) == [
+        {"step": 1},
+        {"step": 2},
+        {"step": 2, "validation/loss": 1.0},
+        {"step": 3, "again": 1.0},
+    ]

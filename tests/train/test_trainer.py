@@ -1,199 +1,222 @@
+"""The loop itself: mappings end alike, bad numbers on one rank stop or skip the step on all, stops are clean."""
+
 from __future__ import annotations
 
+import math
 import os
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from moe_comm.errors import ConfigError, NonFiniteLoss, PeerError, RankMismatch
-from moe_comm.train.data import Corpus
+from moe_comm.errors import ConfigError, NonFiniteLoss, PeerError
 from moe_comm.train.trainer import Trainer
 from tests.pool import RankPool
-from tests.train.common import TEXT, full_weights, make_trainer, tiny
+from tests.train.common import SGD, Session, assert_same_training, session, train, whole
 
 
-def _train(rank: int, world: int, overrides: tuple[str, ...]) -> Any:
-    trainer = make_trainer(tiny(*overrides))
-    status = trainer.fit()
-    trainer.check_replicas()
-    reports = [replace(report, seconds=1.0) for report in trainer.reports]
-    answer = full_weights(trainer), reports, trainer.evaluate(), status
-    trainer.model.close()
-    return answer
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        ("parallel.ep=2", "parallel.sharding=fsdp"),
+        ("parallel.tp=2", "model.family=deepseek_v3", "model.expert_groups=2", "model.shared_ffn=24"),
+        ("parallel.dp=2", "parallel.ep=1", "parallel.sharding=zero1", "data.batch=6"),
+        ("parallel.cp=2", "parallel.context=ring", "model.family=olmoe", "model.kv_heads=4"),
+        ("parallel.pp=2", "parallel.schedule=zero_bubble", "model.family=mixtral", "model.window=5"),
+        ("parallel.ep=1", "parallel.etp=2", "model.parallel_block=true"),
+    ],
+    ids=lambda mapping: " ".join(key.split(".")[1] for key in mapping),
+)
+def test_two_ranks_end_with_the_weights_of_one(
+    pool2: RankPool, shared_settings: list[str], mapping: tuple[str, ...]
+) -> None:
+    of_model = [key for key in mapping if not key.startswith("parallel")]
+    alone = train(0, 1, [*shared_settings, *SGD, *of_model])
+    assert any(norm > 0.5 for norm in alone.norms), "clipping must take part"
+    assert_same_training(pool2.run(train, [*shared_settings, *SGD, *mapping], timeout=90), alone)
 
 
-SGD = ("optimizer.kind=sgd", "optimizer.lr=0.5", "model.aux_loss=0.1", "optimizer.clip=0.3")
+def test_training_again_gives_the_same_bits(pool2: RankPool, shared_settings: list[str]) -> None:
+    first, second = (pool2.run(train, [*shared_settings, "parallel.ep=2"]) for _ in range(2))
+    assert [t.losses for t in first] == [t.losses for t in second]
+    assert [(t.norms, t.validation) for t in first] == [(t.norms, t.validation) for t in second]
+    ours, theirs = (whole([t.parts for t in run]) for run in (first, second))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe"])
-@pytest.mark.parametrize("spreading", [("parallel.ep=2",), ("parallel.ep=1",), ("parallel.ep=2", "data.batch=3")])
-def test_one_and_two_ranks_end_with_the_same_weights(pool2: RankPool, family: str, spreading: tuple[str, ...]) -> None:
-    """SGD and not Adam, which would hide a wrong scale of the experts' gradients."""
-    common = (*SGD, f"model.family={family}")
-    alone, reports, validation, _ = _train(0, 1, (*common, *spreading[1:]))
-    untrained = full_weights(make_trainer(tiny(*common)))
-    assert min(float((alone[name] - untrained[name]).abs().max()) for name in alone) > 1e-3
-    assert any(report.grad_norm > 0.3 for report in reports), "clipping must take part"
-    for weights, their_reports, their_validation, _ in pool2.run(_train, (*common, *spreading)):
-        assert weights.keys() == alone.keys()
-        for name, value in weights.items():
-            assert torch.allclose(value, alone[name], rtol=1e-4, atol=1e-5), name
-        for theirs, ours in zip(their_reports, reports, strict=True):
-            assert theirs.loss == pytest.approx(ours.loss, rel=1e-5)
-            assert theirs.balance == pytest.approx(ours.balance, rel=1e-4)
-            assert theirs.grad_norm == pytest.approx(ours.grad_norm, rel=1e-4)
-            assert theirs.imbalance == pytest.approx(ours.imbalance)
-        assert their_validation == pytest.approx(validation, rel=1e-5)
+def test_the_first_loss_is_that_of_a_uniform_guess_and_the_balance_loss_that_of_its_loads(
+    shared_settings: list[str],
+) -> None:
+    with session([*shared_settings, "model.init_std=1e-4", "data.micro_batches=1"]) as here:
+        report = here.trainer.train_step(0)
+        assert report.loss == pytest.approx(math.log(here.corpus.vocab_size), rel=1e-3)
+        assert report.tokens == 8 * 16
+        # Uniform probabilities: E * sum(f_e / E) over f_e that add up to K.
+        assert report.load.balance == pytest.approx([2.0, 2.0], rel=1e-3)
 
 
-def test_training_again_gives_the_same_bits(pool2: RankPool) -> None:
-    first, second = (pool2.run(_train, ("parallel.ep=2",)) for _ in range(2))
-    for (weights, reports, validation, _), (weights_2, reports_2, validation_2, _) in zip(first, second, strict=True):
-        assert all(torch.equal(weights[name], weights_2[name]) for name in weights)
-        assert (reports, validation) == (reports_2, validation_2)
+def _poison(here: Session, how: str) -> None:
+    """Make this rank's loss, or what its routers see, NaN from now on."""
+    if how == "loss":
+        stage = here.stages[-1]
+        loss = stage.loss
+        stage.loss = lambda hidden, targets: loss(hidden, targets) * math.nan
+    else:
+        block = next(iter(here.stages[0].layers.values()))
+        block.attention.register_forward_hook(lambda module, args, output: output * math.nan)
 
 
-def test_the_balance_loss_is_that_of_transformers() -> None:
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
-
-    trainer = make_trainer(tiny("model.layers=1"))
-    batch = trainer.corpus.train_batch(0)
-    out: Any = trainer.model.module(input_ids=batch.inputs_BS, output_router_logits=True)
-    routing = trainer.model.probe.take()
-    ours = routing.balance_loss(routing.counts_LE, batch.num_targets)
-    theirs = load_balancing_loss_func(out.router_logits, 5, 2)
-    torch.testing.assert_close(ours, theirs)
-    assert routing.counts_LE.sum() == 2 * batch.num_targets
-
-
-def _poison(trainer: Trainer, at_call: int) -> None:
-    """Make the logits of the given forward pass NaN, counted from 1."""
-    calls = 0
-
-    def hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        return output * float("nan") if calls == at_call else output
-
-    trainer.model.module.lm_head.register_forward_hook(hook)
+def _nan_on_one_rank(rank: int, world: int, arg: tuple[list[str], int, str]) -> tuple[str, bool]:
+    settings, bad_rank, how = arg
+    with session(settings) as here:
+        for step in range(2):
+            here.trainer.train_step(step)
+        before = {name: pieces for name, (_, pieces) in here.parts().items()}
+        if rank == bad_rank:
+            _poison(here, how)
+        with pytest.raises(NonFiniteLoss) as caught:
+            here.trainer.train_step(2)
+        after = here.parts()
+        same = all(
+            torch.equal(a, b) for name in before for (_, a), (_, b) in zip(before[name], after[name][1], strict=True)
+        )
+        return str(caught.value), same
 
 
-def _nan_on_one_rank(rank: int, world: int, bad_rank: int) -> tuple[str, bool]:
-    trainer = make_trainer(tiny("optimizer.clip=0.0"))
-    for step in range(2):
-        trainer.train_step(step)
-    before = full_weights(trainer)
-    if rank == bad_rank:
-        _poison(trainer, at_call=1)
-    with pytest.raises(NonFiniteLoss) as caught:
-        trainer.train_step(2)
-    after = full_weights(trainer)
-    return str(caught.value), all(torch.equal(before[name], after[name]) for name in before)
+@pytest.mark.parametrize("how", ["loss", "activations"])
+@pytest.mark.parametrize(("mapping", "bad_rank"), [("parallel.ep=2", 0), ("parallel.ep=1", 1), ("parallel.pp=2", 1)])
+def test_a_nan_on_one_rank_stops_every_rank_before_the_weights_change(
+    pool2: RankPool, shared_settings: list[str], mapping: str, bad_rank: int, how: str
+) -> None:
+    """Seen in the loss, or by a router first, before which ranks without such tokens would be left waiting."""
+    for message, unchanged in pool2.run(_nan_on_one_rank, ([*shared_settings, mapping], bad_rank, how)):
+        assert "step 3: " in message
+        assert f"NaN or infinite on rank {bad_rank}" in message
+        assert unchanged
 
 
-def test_a_nan_loss_on_one_rank_stops_every_rank_before_the_weights_change(pool2: RankPool) -> None:
-    for bad_rank in (0, 1):
-        for message, unchanged in pool2.run(_nan_on_one_rank, bad_rank):
-            assert f"step 3: the loss is NaN or infinite on rank {bad_rank};" in message
-            assert unchanged
+def _skip(rank: int, world: int, settings: list[str]) -> list[tuple[bool, bool]]:
+    """For each of three steps: whether it was skipped, and whether the weights changed."""
+    found = []
+    with session([*settings, "run.nonfinite=skip"]) as here:
+        stage = here.stages[-1]
+        loss = stage.loss
+        for step in range(3):
+            before = here.parts()
+            bad = step == 1 and rank == world - 1
+            stage.loss = (lambda hidden, targets: loss(hidden, targets) * math.inf) if bad else loss
+            report = here.trainer.train_step(step)
+            moved = any(
+                not torch.equal(a, b)
+                for name, (_, pieces) in here.parts().items()
+                for (_, a), (_, b) in zip(pieces, before[name][1], strict=True)
+            )
+            found.append((bool(report.skipped), moved))
+            assert math.isfinite(report.grad_norm) != bool(report.skipped)
+    return found
 
 
-def test_an_infinite_gradient_leaves_the_weights_as_they_were() -> None:
-    trainer = make_trainer(tiny())
-    trainer.model.replicated[0].register_hook(lambda grad: grad * float("inf"))
-    before = full_weights(trainer)
-    with pytest.raises(NonFiniteLoss, match="gradient's norm is"):
-        trainer.train_step(0)
-    assert all(torch.equal(value, before[name]) for name, value in full_weights(trainer).items())
+@pytest.mark.parametrize("mapping", ["parallel.ep=2", "parallel.sharding=fsdp", "parallel.pp=2"])
+def test_a_skipped_step_is_skipped_on_all_and_training_goes_on(
+    pool2: RankPool, shared_settings: list[str], mapping: str
+) -> None:
+    wanted = [(False, True), (True, False), (False, True)]
+    assert pool2.run(_skip, [*shared_settings, mapping]) == [wanted] * 2
 
 
-class _StopAt:
-    """A sink that asks ``trainer`` to stop once it saw ``step``."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self.trainer: Trainer | None = None
-
-    def write(self, report: Any) -> None:
-        if report.step == self.step and self.trainer is not None:
-            self.trainer.request_stop()
-
-    def summary(self, step: int, values: dict[str, float]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+def test_an_infinite_gradient_leaves_the_weights_as_they_were(shared_settings: list[str]) -> None:
+    with session(shared_settings) as here:
+        before = whole([here.parts()])
+        here.stages[0].norm.weight.register_hook(lambda grad: grad * math.inf)
+        with pytest.raises(NonFiniteLoss, match="gradient's norm is"):
+            here.trainer.train_step(0)
+        after = whole([here.parts()])
+        assert all(torch.equal(value, before[name]) for name, value in after.items())
 
 
-def _stop_on_rank_1(rank: int, world: int, _: None) -> tuple[str, int]:
-    sink = _StopAt(2)
-    trainer = make_trainer(tiny("run.steps=50"), [sink])
-    if rank == 1:
-        sink.trainer = trainer
-    return trainer.fit(), len(trainer.reports)
+def _stop_on_rank_1(rank: int, world: int, settings: list[str]) -> tuple[str, int]:
+    with session([*settings, "run.steps=50"]) as here:
+        trainer = here.trainer
+
+        def after(report: Any) -> None:
+            if rank == 1 and report.step == 2:
+                trainer.request_stop()
+
+        return trainer.fit(after), len(trainer.reports)
 
 
-def test_a_stop_request_on_one_rank_ends_all_after_the_same_step(pool2: RankPool) -> None:
-    assert pool2.run(_stop_on_rank_1) == [("interrupted", 3), ("interrupted", 3)]
+def test_a_stop_request_on_one_rank_ends_all_after_the_same_step(pool2: RankPool, shared_settings: list[str]) -> None:
+    assert pool2.run(_stop_on_rank_1, shared_settings) == [("interrupted", 3)] * 2
 
 
-def test_the_time_limit_ends_training_after_a_whole_step() -> None:
-    trainer = make_trainer(tiny("run.steps=50", "run.time_limit_s=1e-6"))
-    assert trainer.fit() == "time limit"
-    assert len(trainer.reports) == 1
+def test_the_time_limit_ends_training_after_a_whole_step(shared_settings: list[str]) -> None:
+    with session([*shared_settings, "run.steps=50", "run.time_limit_s=1e-6"]) as here:
+        assert here.trainer.fit() == "time limit"
+        assert len(here.trainer.reports) == 1
 
 
-def test_a_batch_smaller_than_the_number_of_ranks_is_refused(pool2: RankPool) -> None:
-    assert pool2.run(_refused, ("data.batch=1",)) == ["ConfigError"] * 2
-    assert pool2.run(_refused, ("parallel.ep=3",)) == ["ConfigError"] * 2
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("data.batch=2", "parallel.dp=2"), "1 sequences for 2 data-parallel ranks"),
+        (("parallel.ep=3",), "3"),
+        (("parallel.pp=2", "parallel.schedule=zbv", "model.layers=1"), "layers"),
+        (("parallel.tp=2", "model.heads=3", "model.kv_heads=1", "model.head_dim=8"), "heads"),
+    ],
+    ids=["batch", "ep", "layers", "heads"],
+)
+def test_what_does_not_fit_is_refused_on_every_rank(
+    pool2: RankPool, shared_settings: list[str], given: tuple[str, ...], said: str
+) -> None:
+    messages = pool2.run(_refused, [*shared_settings, *given])
+    assert all(said in message for message in messages), messages
 
 
-def _refused(rank: int, world: int, overrides: tuple[str, ...]) -> str:
+def _refused(rank: int, world: int, settings: list[str]) -> str:
     try:
-        make_trainer(tiny(*overrides))
+        with session(settings) as here:
+            here.trainer.train_step(0)
     except ConfigError as error:
-        return type(error).__name__
-    return ""
+        return str(error)
+    return "accepted"
 
 
-def _drift(rank: int, world: int, _: None) -> str:
-    trainer = make_trainer(tiny())
-    trainer.check_replicas()
-    if rank == 1:
-        with torch.no_grad():
-            trainer.model.replicated[0].view(-1)[0] += 1e-6
-    with pytest.raises(RankMismatch) as caught:
-        trainer.check_replicas()
-    return str(caught.value)
+def test_training_learns_the_text(shared_settings: list[str]) -> None:
+    learn = ("run.steps=60", "optimizer.lr=0.02", "model.init_std=0.05", "data.batch=16")
+    with session([*shared_settings, *learn]) as here:
+        assert here.trainer.fit() == "finished"
+        reports = here.trainer.reports
+        assert reports[0].loss > 5
+        entropy = here.corpus.statistics().unigram_entropy
+        assert reports[-1].loss < entropy
+        assert here.trainer.evaluate() < entropy
 
 
-def test_replicas_that_drifted_apart_are_noticed_on_every_rank(pool2: RankPool) -> None:
-    assert all("replicated weights" in message for message in pool2.run(_drift))
-
-
-def test_training_on_one_sentence_learns_it() -> None:
-    config = tiny("run.steps=60", "optimizer.lr=0.02", "model.init_std=0.05")
-    trainer = make_trainer(config)
-    trainer.corpus = Corpus(TEXT, config.data, 0)
-    assert trainer.fit() == "finished"
-    assert trainer.reports[0].loss > 5
-    assert trainer.reports[-1].loss < trainer.corpus.entropy
-    assert trainer.evaluate() < trainer.corpus.entropy
-
-
-def _leave(rank: int, world: int, _: None) -> str:
-    trainer = make_trainer(tiny("parallel.timeout_s=10"))
-    trainer.train_step(0)
-    if rank == 1:
-        os._exit(1)
-    try:
-        trainer.train_step(1)
-    except PeerError as error:
-        return type(error).__name__
+def _leave(rank: int, world: int, settings: list[str]) -> str:
+    with session(settings) as here:
+        here.trainer.train_step(0)
+        if rank == 1:
+            os._exit(1)
+        try:
+            here.trainer.train_step(1)
+        except PeerError as error:
+            return type(error).__name__
     return "no error"
 
 
-def test_a_rank_that_dies_between_steps_is_a_typed_error_on_the_other(pool2: RankPool) -> None:
-    assert pool2.run(_leave, None, timeout=30, expect_dead={1})[0] == "PeerDied"
+def test_a_rank_that_dies_between_steps_is_a_typed_error_on_the_other(
+    pool2: RankPool, shared_settings: list[str]
+) -> None:
+    assert pool2.run(_leave, shared_settings, timeout=60, expect_dead={1})[0] == "PeerDied"
+
+
+def test_times_add_up(shared_settings: list[str]) -> None:
+    with session(shared_settings) as here:
+        trainer: Trainer = here.trainer
+        for step in range(2):
+            times = trainer.train_step(step).times
+            parts = (times.compute, times.communication, times.data, times.checkpoint, times.loop)
+            assert min(parts) >= 0
+            assert sum(parts) == pytest.approx(times.total)
+            assert times.communication == times.checkpoint == 0, "one rank without a saver"
+            assert times.compute > 0

@@ -101,6 +101,9 @@ class GlobalBatch:
     def local(self, dp_rank: int = 0, dp: int = 1, shard: Shard | None = None) -> Batch:
         """Read the sequences of data-parallel rank ``dp_rank`` of ``dp``, as even a share as there is.
 
+        Where shares differ by one, later ranks have the larger ones. A rank can then tell that its sequences come
+        after those of the ranks before it from the size of its own share alone: ``dp_rank`` times that is past theirs.
+
         Args:
             shard: cuts each tensor along the sequence for this context-parallel rank; None: whole sequences.
 
@@ -113,7 +116,10 @@ class GlobalBatch:
                 f"a micro-batch has {self.rows} sequences for {dp} data-parallel ranks; each needs at least one: "
                 "raise data.batch or lower data.micro_batches"
             )
-        mine = slice(self.rows * dp_rank // dp, self.rows * (dp_rank + 1) // dp)
+        share, left = divmod(self.rows, dp)
+        larger = dp_rank - (dp - left)  # of the ranks before this one, if any
+        begin = dp_rank * share + max(larger, 0)
+        mine = slice(begin, begin + share + (larger >= 0))
         rows = [
             read_row(self.packings[source], index)
             for source, index in zip(

@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from moe_comm.errors import ConfigError, CorruptFile
+from moe_comm.layers.model_plan import ModelPlan
+from moe_comm.topology import ParallelConfig
 from moe_comm.train.corpus import IGNORE, Corpus, CorpusSettings, Prefetch, SourceSpec, prepare_all
 from moe_comm.train.corpus.tokenfile import open_tokens
 from tests.train.corpus.common import corpus_of, pairs, prepared, texts, token_file, write_jsonl
@@ -55,6 +57,24 @@ def test_any_number_of_ranks_and_micro_batches_sees_the_same_tokens(
         assert {part.num_targets for part in parts} == {valid} == {whole.num_targets}
         micros = [corpus.batch_of(step).micro(i, micro_batches) for i in range(micro_batches)]
         assert sum(micro.own_targets for micro in micros) == valid
+
+
+@pytest.mark.parametrize("dp", range(1, 8))
+def test_the_model_knows_the_order_of_tokens_also_where_ranks_have_different_numbers_of_sequences(
+    dp: int, tmp_path: Path
+) -> None:
+    """Which slots a capacity over the whole micro-batch drops depends on it."""
+    corpus = corpus_of([[400]], tmp_path, seq_len=4, batch=10)
+    config = ParallelConfig(dp=dp)
+    ids, places = [], []
+    for rank in range(dp):
+        ids_BS = corpus.batch_of(2).local(rank, dp).ids_BS
+        plan = ModelPlan(config.place(rank), config.sizes)
+        ids.append(ids_BS.flatten())
+        places.append(plan.token_index(*ids_BS.shape).flatten())
+    order = torch.cat(places)
+    assert len(order.unique()) == 40
+    assert torch.equal(torch.cat(ids)[order.argsort()], corpus.batch_of(2).local().ids_BS.flatten())
 
 
 def test_a_sequence_is_cut_over_context_parallel_ranks(tmp_path: Path) -> None:

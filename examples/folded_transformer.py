@@ -1,0 +1,66 @@
+"""A whole model folded onto four ranks: attention tp 2 x dp 2, experts ep 4. A few steps, without the bundled loop.
+
+    python examples/folded_transformer.py
+    torchrun --nproc-per-node 4 examples/folded_transformer.py
+
+Started without torchrun, it starts four ranks itself. The losses are those of one process, whatever the mapping is.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from moe_comm import FoldedMesh, MoEConfig, ParallelConfig, RouterConfig, Transformer, TransformerConfig
+from moe_comm.layers import AttentionConfig, ModelPlan, initialize, shardings_of
+from moe_comm.runtime.launch import init_ranks, launch
+
+VOCAB, BATCH, LENGTH = 64, 8, 16
+CONFIG = TransformerConfig(
+    vocab=VOCAB,
+    hidden=32,
+    layers=2,
+    attention=AttentionConfig(32, heads=4, kv_heads=2, head_dim=8),
+    moe=MoEConfig(32, 48, RouterConfig(num_experts=8, top_k=2, balance_loss=0.01)),
+    max_length=LENGTH,
+)
+
+
+def work(mapping: ParallelConfig) -> list[str]:
+    """What each rank does; returns what it has to say."""
+    with init_ranks("cpu") as ranks:
+        mesh = FoldedMesh(mapping)
+        model = Transformer(CONFIG, ModelPlan.of(mesh))
+        initialize(model, seed=0)
+        shardings = shardings_of(model)
+
+        # The global batch, cut over dp by sequence; over tp the model cuts it itself.
+        ids_BS = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+        own_BS = ids_BS.chunk(mapping.dp)[mesh.place["dp"]]
+        held = len(next(model.moe_layers()).local_experts)
+        says = [
+            f"rank {ranks.rank}: tp {mesh.place['tp']}, dp {mesh.place['dp']}, ep {mesh.place['ep']}, {held} experts"
+        ]
+        for step in range(3):
+            loss = model.loss(model(own_BS[:, :-1]), own_BS[:, 1:]) / (BATCH * LENGTH)  # over the tokens of all ranks
+            model.zero_grad()
+            loss.backward()
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    assert parameter.grad is not None
+                    group = mesh.sum_group(shardings[name])  # the ranks that hold the same
+                    if group is not None:
+                        dist.all_reduce(parameter.grad, group=group)
+                    parameter -= 0.5 * parameter.grad
+                total = loss.detach().clone()
+                if mesh.world_group is not None:
+                    dist.all_reduce(total)
+            if ranks.rank == 0:
+                says.append(f"step {step + 1}: loss {total:.4f}")
+        model.close()
+        return says
+
+
+if __name__ == "__main__":
+    for says in launch(work, (ParallelConfig(tp=2, dp=2, ep=4),), ranks=4):
+        print("\n".join(says))

@@ -1,0 +1,265 @@
+"""``moe-comm train CONFIG --dry-run``: does it build, how large is it, does it fit, without ranks, GPUs or data.
+
+The first rank of every pipeline position builds its stages on the meta device, under torch's fake process group of as
+many ranks as the mapping has: every check of a real build runs, and nothing is allocated or sent. The rest is
+arithmetic (``memory``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from moe_comm.errors import ConfigError
+from moe_comm.layers.config import TransformerConfig
+from moe_comm.layers.flops import ModelCount, count_model
+from moe_comm.layers.shard import shardings_of
+from moe_comm.topology import FoldedMesh, ParallelConfig, Sharding, picture
+from moe_comm.train.architecture import family_of
+from moe_comm.train.build import DTYPES, FULL_PRECISION, architecture_of, build_stages, stage_plan
+from moe_comm.train.config import TrainConfig
+from moe_comm.train.corpus.tokenizer import ByteTokenizer, load_tokenizer
+from moe_comm.train.memory import Activations, Fixed, Keeping, fixed_memory, in_flight
+from moe_comm.train.optim import OptimizerOptions
+from moe_comm.train.pipeline.schedules import check_micro_batches
+from moe_comm.train.pipeline.stages import StagePlan
+
+GIB, MIB = 1 << 30, 1 << 20
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one rank. activations: an estimate."""
+
+    rank: int
+    fixed: Fixed
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """At its highest: the activations are gone when the weights are updated."""
+        fixed = self.fixed
+        return fixed.weights + fixed.gradients + fixed.optimizer + max(self.activations, fixed.at_update)
+
+
+@dataclass(frozen=True)
+class Position:
+    """One pipeline position: what its stages hold, and every one of its ranks.
+
+    shardings: of the parameters on each of the ranks, by name in the whole model.
+    """
+
+    shardings: dict[str, Sharding]
+    ranks: tuple[RankMemory, ...]
+
+    @property
+    def fullest(self) -> RankMemory:
+        return max(self.ranks, key=lambda rank: rank.total)
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a dry run found out."""
+
+    name: str
+    architecture: TransformerConfig
+    count: ModelCount
+    mapping: ParallelConfig
+    plan: StagePlan
+    positions: tuple[Position, ...]
+
+
+def describe(config: TrainConfig) -> str:
+    """The model, the mapping and the memory of ``config``, as plain text.
+
+    Raises:
+        ConfigError: it cannot be built, or a step's batch cannot be cut as it says.
+    """
+    found = examine(config)
+    return (
+        "\n\n".join([_title(found, config), _parameters(found.count), _mapping(found), _memory(found, config)]) + "\n"
+    )
+
+
+def examine(config: TrainConfig) -> DryRun:
+    """Build every pipeline position of ``config`` on the meta device, and work out the memory of all ranks.
+
+    Raises:
+        ConfigError: as ``describe``; also where there is a process group already.
+    """
+    if dist.is_initialized():
+        raise ConfigError("a dry run is for one process without a process group; start it without torchrun")
+    mapping = config.parallel.mapping(config.parallel.ranks)
+    architecture = architecture_of(config, _vocab(config))
+    plan = stage_plan(config, architecture)
+    check_micro_batches(config.parallel.schedule, mapping.pp, config.data.micro_batches)
+    tokens = _tokens(config, mapping)
+    positions = []
+    for pp in range(mapping.pp):
+        shardings: dict[str, Sharding] = {}
+        with fake_ranks(mapping.world, pp * mapping.stage):
+            for stage in build_stages(config, architecture, FoldedMesh(mapping), device="meta"):
+                shardings |= shardings_of(stage)
+        activations = _activations(config, architecture, plan, pp, tokens, mapping)
+        positions.append(Position(shardings, _ranks(config, mapping, pp, shardings, activations)))
+    count = count_model(architecture, config.data.seq_len)
+    return DryRun(config.run.name, architecture, count, mapping, plan, tuple(positions))
+
+
+@contextmanager
+def fake_ranks(world: int, rank: int) -> Iterator[None]:
+    """torch's fake process group: this process is ``rank`` of ``world``, and there are no others."""
+    if world == 1:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _vocab(config: TrainConfig) -> int | None:
+    """Ids of the tokenizer, as far as that is known without reading text; None: it is a file that is not here."""
+    kind = config.data.tokenizer
+    if kind == "bytes":
+        return ByteTokenizer.vocab_size
+    if kind == "bpe":
+        return config.data.vocab
+    return load_tokenizer(kind).vocab_size if Path(kind).exists() else None
+
+
+def _tokens(config: TrainConfig, mapping: ParallelConfig) -> int:
+    """Tokens of a micro-batch that are the own ones of the rank with the most."""
+    data = config.data
+    rows = data.batch // data.micro_batches
+    if rows < mapping.dp:
+        raise ConfigError(
+            f"a micro-batch has {rows} sequences (data.batch {data.batch} / data.micro_batches {data.micro_batches}) "
+            f"for {mapping.dp} data-parallel ranks; each needs at least one: raise data.batch or lower "
+            "data.micro_batches"
+        )
+    pieces = mapping.cp * (2 if config.parallel.context == "ring" and mapping.cp > 1 else 1)
+    if data.seq_len % pieces or data.seq_len // mapping.cp % mapping.tp:
+        raise ConfigError(
+            f"data.seq_len ({data.seq_len}) cannot be cut into {pieces} pieces for cp {mapping.cp} "
+            f"({config.parallel.context}), and each rank's part into {mapping.tp} for tp"
+        )
+    return math.ceil(rows / mapping.dp) * data.seq_len // (mapping.cp * mapping.tp)
+
+
+def _activations(
+    config: TrainConfig,
+    architecture: TransformerConfig,
+    plan: StagePlan,
+    pp: int,
+    tokens: int,
+    mapping: ParallelConfig,
+) -> int:
+    """Estimated bytes on each rank of pipeline position ``pp``.
+
+    For each of its stages what a pass keeps (``Activations.kept``) as often as micro-batches wait there for their
+    backward (``in_flight``); what the backward of its largest layer computes again; and on the last stage the loss,
+    whose backward follows at once but with gpipe.
+    """
+    itemsize, n = DTYPES[config.model.dtype].itemsize, config.data.micro_batches
+    estimate = Activations(architecture, tokens, itemsize, mapping.tp, config.model.recompute)
+    stages = plan.stages_of(pp)
+    waiting = in_flight(config.parallel.schedule, plan.pp, plan.virtual, pp, n)
+    kept = [estimate.kept(plan.layers_of(stage), plan.is_last(stage)) for stage in stages]
+    held = sum(count * size for count, size in zip(waiting, kept, strict=True))
+    if plan.is_last(stages[-1]):
+        held += estimate.loss() * (n if config.parallel.schedule == "gpipe" and plan.pp > 1 else 1)
+    return held + max(estimate.transient(plan.layers_of(stage)) for stage in stages)
+
+
+def _ranks(
+    config: TrainConfig, mapping: ParallelConfig, pp: int, shardings: dict[str, Sharding], activations: int
+) -> tuple[RankMemory, ...]:
+    o = config.optimizer
+    keeping = Keeping(
+        strategy=config.parallel.sharding,
+        itemsize=DTYPES[config.model.dtype].itemsize,
+        full_precision=FULL_PRECISION,
+        optimizer=OptimizerOptions(o.kind, momentum=o.momentum),
+        accumulates=config.data.micro_batches > 1,
+        pipeline=mapping.pp > 1,
+    )
+    ranks = range(pp * mapping.stage, (pp + 1) * mapping.stage)
+    return tuple(
+        RankMemory(rank, fixed_memory(shardings, mapping.place(rank), mapping.sizes, keeping), activations)
+        for rank in ranks
+    )
+
+
+def _title(found: DryRun, config: TrainConfig) -> str:
+    a, data = found.architecture, config.data
+    expert = f"{a.moe.num_experts} experts, {a.moe.router.top_k} a token, in {len(a.moe_layers)} of {a.layers} layers"
+    return (
+        f"{found.name}: builds on {found.mapping.world} ranks\n"
+        f"{family_of(config.model)}, hidden {a.hidden}, {expert}; sequences of {data.seq_len}, {data.batch} a step "
+        f"in {data.micro_batches} micro-batches"
+    )
+
+
+def _parameters(count: ModelCount) -> str:
+    lines = [f"{'parameters':<16}{'total':>12}{'for a token':>14}"]
+    for part in count.parts:
+        if part.params:
+            lines.append(f"  {part.name:<14}{_short(part.params):>12}{_short(part.active):>14}")
+    lines.append(f"  {'all':<14}{_short(count.params):>12}{_short(count.active):>14}")
+    lines.append(
+        f"FLOPs per token: {_short(count.forward_flops)} forward, {_short(count.training_flops)} in training "
+        f"(a token attends to {count.context:.0f} on average)"
+    )
+    return "\n".join(lines)
+
+
+def _mapping(found: DryRun) -> str:
+    sizes = picture(found.mapping).split("\n\n")[0].split("\n", 1)[1]
+    return f"mapping\n{sizes}\n{found.plan}" if found.mapping.pp > 1 else f"mapping\n{sizes}"
+
+
+def _memory(found: DryRun, config: TrainConfig) -> str:
+    p, model = config.parallel, config.model
+    worst = max((position.fullest for position in found.positions), key=lambda rank: rank.total)
+    head = ("pp", "rank", "parameters", "weights", "gradients", "masters+state", "activations*", "all")
+    widths = (3, 6, 12, 9, 11, 15, 14, 9)
+    unit, size = ("GiB", GIB) if worst.total >= GIB else ("MiB", MIB)
+
+    def shown(amount: int) -> str:
+        return f"{amount / size:.2f}"
+
+    lines = [
+        f"memory in {unit} on the fullest rank of each pipeline position: {model.dtype}, {config.optimizer.kind}, "
+        f"{p.sharding}, recompute {model.recompute}" + (f", {p.schedule}" if found.mapping.pp > 1 else ""),
+        "".join(f"{title:>{width}}" for title, width in zip(head, widths, strict=True)),
+    ]
+    for pp, position in enumerate(found.positions):
+        rank = position.fullest
+        fixed = rank.fixed
+        sizes = (fixed.weights, fixed.gradients, fixed.optimizer, rank.activations, rank.total)
+        cells = [str(pp), str(rank.rank), _short(fixed.params), *map(shown, sizes)]
+        line = "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+        lines.append(line + ("  <- the most" if rank == worst and len(found.positions) > 1 else ""))
+    lines += [
+        "* an estimate of what autograd keeps, with even routing; not counted: libraries, caches, communication",
+        f"  buffers. In 'all', the sums of gradients ({shown(worst.fixed.at_update)} on rank {worst.rank}) take the "
+        "place of the activations if they are more.",
+    ]
+    return "\n".join(lines)
+
+
+def _short(number: float) -> str:
+    """Three to four digits and a unit: 671.0 B."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:.0f}"

@@ -1,0 +1,277 @@
+"""The dry run: every ready configuration builds, and what it says of memory is what ranks really hold."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from moe_comm import cli
+from moe_comm.errors import ConfigError
+from moe_comm.layers.config import AttentionConfig, MLAConfig, Recompute, RopeConfig, TransformerConfig
+from moe_comm.layers.initialize import initialize
+from moe_comm.layers.moe import MoEConfig
+from moe_comm.layers.recompute import activation_bytes
+from moe_comm.layers.router import RouterConfig
+from moe_comm.layers.transformer import ModelPlan, Transformer
+from moe_comm.topology import FoldedMesh
+from moe_comm.train.build import architecture_of, build
+from moe_comm.train.config import load, ready_configs
+from moe_comm.train.dry_run import DryRun, describe, examine, fake_ranks
+from moe_comm.train.memory import Activations, in_flight
+from moe_comm.train.pipeline.schedules import SCHEDULES, check_micro_batches
+from tests.pool import RankPool
+
+PARAMETERS = {  # of the published models, all and (in billions) for a token; DeepSeek-V3 without multi-token prediction
+    "mixtral-8x7b": (46_702_792_704, 12.9),
+    "mixtral-8x22b": (140_630_071_296, 39.2),
+    "qwen3-30b-a3b": (30_532_122_624, 3.35),
+    "deepseek-v3": (671_026_404_352, 37.6),
+}
+FOLDED = (
+    "parallel.ranks=4",
+    "parallel.tp=2",
+    "parallel.dp=2",
+    "model.hidden=16",
+    "model.layers=3",
+    "model.heads=4",
+    "model.kv_heads=2",
+    "model.experts=6",
+    "model.ffn=24",
+    "data.seq_len=16",
+    "data.batch=8",
+    "data.micro_batches=2",
+)
+
+
+def found(*settings: str, base: str | None = None) -> DryRun:
+    return examine(load(base, settings))
+
+
+@pytest.mark.parametrize("name", ready_configs())
+def test_every_ready_configuration_builds_and_is_described(name: str) -> None:
+    config = load(name)
+    run = examine(config)
+    assert not dist.is_initialized()
+    if name in PARAMETERS:
+        params, active = PARAMETERS[name]
+        assert run.count.params == params
+        assert run.count.active / 1e9 == pytest.approx(active, rel=0.01)
+    elements = [math.prod(s.shape) for position in run.positions for s in position.shardings.values()]
+    assert sum(elements) == run.count.params
+    text = describe(config)
+    assert f"builds on {config.parallel.ranks} ranks" in text
+    assert len([line for line in text.splitlines() if line.startswith(tuple("0123456789 "))]) >= len(run.positions)
+    assert max(len(line) for line in text.splitlines()) <= 130
+    if run.mapping.pp > 1:
+        [worst] = [line for line in text.splitlines() if "<- the most" in line]
+        totals = [position.fullest.total for position in run.positions]
+        assert worst.split()[0] == str(totals.index(max(totals)))
+    # The four large ones fit the accelerators that they are meant for.
+    assert max(position.fullest.total for position in run.positions) < 80 * 2**30
+
+
+UNEVEN = (*FOLDED, "parallel.ep=4", "model.experts=7", "model.first_dense=1", "model.dense_ffn=40", "model.vocab=261")
+PIPELINE = (*FOLDED, "parallel.ranks=8", "parallel.pp=2", "parallel.ep=2", "parallel.etp=2", "model.layers=5")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        FOLDED[3:],
+        UNEVEN,
+        (*FOLDED, "parallel.ep=2", "model.family=deepseek_v3", "model.shared_ffn=16"),
+        PIPELINE,
+        (*PIPELINE, "model.tie=true", "parallel.schedule=zbv"),
+    ],
+    ids=["two ranks", "uneven", "latent", "pipeline", "tied and a V"],
+)
+def test_the_parts_of_the_ranks_add_up_to_the_model_times_its_copies(settings: tuple[str, ...]) -> None:
+    run = found(*settings)
+    for position in run.positions:
+        copies = 0
+        for sharding in position.shardings.values():
+            cut = math.prod(run.mapping.sizes[split.axis] for split in sharding.splits)
+            copies += math.prod(sharding.shape) * run.mapping.stage // cut
+        assert sum(rank.fixed.params for rank in position.ranks) == copies
+        # In fp32 and replicated, all of it is there once as weight, once as gradient, and twice as Adam's state.
+        weights = [rank.fixed.weights for rank in position.ranks]
+        assert sum(weights) == 4 * copies
+        assert [rank.fixed.gradients for rank in position.ranks] == weights
+        assert [rank.fixed.optimizer for rank in position.ranks] == [2 * weight for weight in weights]
+    whole = sum(math.prod(s.shape) for position in run.positions for s in position.shardings.values())
+    tied = run.architecture.vocab * run.architecture.hidden if run.architecture.tie else 0
+    assert whole == run.count.params + tied
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_what_is_spread_over_ranks_is_there_once(strategy: str) -> None:
+    even = ("parallel.ranks=4", "parallel.dp=4", "parallel.ep=2", "model.vocab=256", "data.tokenizer=none.json")
+    run = found(*even, f"parallel.sharding={strategy}", "model.dtype=bfloat16", "data.batch=16")
+    [position] = run.positions
+    assert sum(rank.fixed.optimizer for rank in position.ranks) == 12 * run.count.params  # masters and Adam's two
+    alone = found(*even, f"parallel.sharding={strategy}", "parallel.ranks=1", "parallel.dp=1", "parallel.ep=1")
+    assert alone.positions[0].ranks[0].fixed.optimizer == 8 * run.count.params  # fp32 weights are their own masters
+
+
+def held(rank: int, world: int, settings: tuple[str, ...]) -> dict[str, int]:
+    """Bytes that a real run holds on this rank before its first step."""
+    config = load(None, settings)
+    machinery = build(config, architecture_of(config, 257), FoldedMesh(config.parallel.mapping(world)))
+    data_parallel = machinery.data_parallel
+    data_parallel.zero_grad()
+    params = {p for stage in machinery.stages for p in stage.parameters()}
+    weights = _storages([] if config.parallel.sharding == "fsdp" else [p.data for p in params])
+    masters = _storages([owned.value.data for owned in data_parallel.owned()])
+    state = [t for tensors in machinery.optimizer.state_tensors().values() for t in tensors.values()]
+    result = {
+        "weights": sum(weights.values()),
+        "optimizer": sum(size for at, size in masters.items() if at not in weights) + sum(t.nbytes for t in state),
+        "gradients": sum(p.grad.nbytes for p in params if p.grad is not None),
+    }
+    for stage in machinery.stages:
+        stage.close()  # type: ignore[operator]
+    machinery.runner.close()
+    return result
+
+
+def _storages(tensors: list[Tensor]) -> dict[int, int]:
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("parallel.ep=2",),
+        ("parallel.ep=2", "model.dtype=bfloat16", "optimizer.kind=muon", "optimizer.momentum=0.9"),
+        ("parallel.ep=2", "parallel.sharding=zero1", "model.dtype=bfloat16"),
+        ("parallel.ep=4", "parallel.sharding=zero1", "optimizer.kind=sgd"),
+        ("parallel.ep=2", "parallel.sharding=fsdp", "optimizer.kind=lamb", "model.dtype=bfloat16"),
+        ("parallel.tp=1", "parallel.pp=2", "parallel.ep=1", "parallel.etp=2", "parallel.sharding=zero1"),
+    ],
+    ids=" ".join,
+)
+def test_the_memory_is_that_of_real_ranks(settings: tuple[str, ...], pool4: RankPool) -> None:
+    every = (*FOLDED, *settings)
+    real = pool4.run(held, every, timeout=120)
+    run = found(*every)
+    ranks = {rank.rank: rank.fixed for position in run.positions for rank in position.ranks}
+    fsdp, fp32 = "parallel.sharding=fsdp" in settings, "model.dtype=bfloat16" not in settings
+    for rank, measured in enumerate(real):
+        assert ranks[rank].optimizer == measured["optimizer"], rank
+        if not fsdp:
+            assert ranks[rank].weights == measured["weights"], rank
+        if not fsdp and not fp32:  # fp32 gradients are not there before backward; a router's is one
+            routers = 3 * 6 * 16 * 4
+            assert ranks[rank].gradients == measured["gradients"] + routers, rank
+
+
+MODEL = TransformerConfig(
+    vocab=200,
+    hidden=64,
+    layers=3,
+    attention=AttentionConfig(64, 8, 4, 8, qk_norm="head"),
+    moe=MoEConfig(64, 48, RouterConfig(8, 2), shared_ffn=40),
+    max_length=128,
+    dense_layers=(1,),
+    dense_ffn=160,
+)
+LATENT = AttentionConfig(64, 8, 8, 8, rope=RopeConfig(interleaved=True), mla=MLAConfig(24, 16, 8, 4, 8))
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("latent", [False, True], ids=["grouped", "latent"])
+def test_the_estimate_of_activations_is_within_a_fifth(latent: bool, dtype: torch.dtype, recompute: Recompute) -> None:
+    moe = replace(MODEL.moe, recompute=recompute != "none")
+    config = replace(MODEL, moe=moe, attention=LATENT if latent else MODEL.attention)
+    model = Transformer(config, ModelPlan(recompute=recompute, dtype=dtype))
+    initialize(model, 0)
+    ids = torch.randint(200, (2, 128), generator=torch.Generator().manual_seed(0))
+    measured = activation_bytes(lambda: model.loss(model(ids), ids), [*model.parameters(), *model.buffers(), ids])
+    estimate = Activations(config, ids.numel(), dtype.itemsize, recompute=recompute)
+    logits = 4 * ids.numel() * config.vocab  # a chunk of them is gone when the loss is there
+    assert estimate.kept(range(3), True) + estimate.loss() - logits == pytest.approx(measured, rel=0.2)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_micro_batches_in_flight_are_those_of_torchs_schedules(name: str) -> None:
+    compared = 0
+    for pp in (2, 3, 4):
+        for virtual in range(SCHEDULES[name].least, (SCHEDULES[name].most or 3) + 1):
+            for count in (1, 2, 3, 4, 6, 8, 12):
+                try:
+                    check_micro_batches(name, pp, count)
+                except ConfigError:
+                    continue
+                for rank, actions in _order(name, pp, virtual, count).items():
+                    most = _most_held(actions)
+                    assert sum(in_flight(name, pp, virtual, rank, count)) == most, (pp, virtual, count, rank)
+                    compared += 1
+    assert compared > 20
+
+
+def _order(name: str, pp: int, virtual: int, micro_batches: int) -> dict[int, list[Any]]:
+    """What each rank does, as torch has it."""
+    schedule: Any = get_schedule_class(SCHEDULES[name].torch_name)
+    if SCHEDULES[name].single:
+        single = schedule.__new__(schedule)
+        single._num_stages, single._n_microbatches = pp, micro_batches
+        order: dict[int, list[Any]] = single._get_pipeline_order()
+        return order
+    stages = [
+        SimpleNamespace(group_size=pp, group_rank=0, num_stages=pp * virtual, stage_index=i, submod=torch.nn.Identity())
+        for i in range(virtual)
+    ]
+    whole: dict[int, list[Any]] = schedule(stages, micro_batches, scale_grads=False).pipeline_order
+    return whole
+
+
+def _most_held(actions: list[Any]) -> int:
+    now = most = 0
+    flat = [part for action in actions if action is not None for part in (action.sub_actions or (action,))]
+    for action in flat:
+        kind = action.computation_type.name
+        now += (kind == "FORWARD") - (kind in ("FULL_BACKWARD", "BACKWARD_WEIGHT"))
+        most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["parallel.pp=3"], "but there are 4 ranks"),
+        (["model.kv_heads=1"], r"kv_heads \(1\) must be a multiple of tp \(2\)"),
+        (["parallel.ep=1", "parallel.etp=4", "model.ffn=6"], "ffn = 6 must be a multiple of etp = 4"),
+        (["parallel.dp=1", "parallel.pp=2", "model.layers=1"], "1 layers cannot fill 2 stages"),
+        (["parallel.dp=1", "parallel.pp=2", "data.micro_batches=1"], "at least 2 micro-batches"),
+        (["data.batch=2"], "1 sequences .* for 2 data-parallel ranks"),
+        (["data.seq_len=15"], r"data\.seq_len \(15\)"),
+        (["data.tokenizer=missing.json"], "size of the vocabulary is not known"),
+        (["model.vocab=256"], "smaller than the tokenizer's"),
+        (["model.pretrained=/nonexistent"], "no folder of a Hugging Face model"),
+    ],
+)
+def test_what_cannot_be_built_is_a_configuration_error(settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        found(*FOLDED, *settings)
+    assert not dist.is_initialized()
+
+
+def test_a_process_group_in_use_is_left_alone() -> None:
+    with fake_ranks(2, 1):
+        with pytest.raises(ConfigError, match="without a process group"):
+            found()
+        assert dist.get_rank() == 1
+
+
+def test_the_command_prints_the_description(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["train", "tiny", "--dry-run", "parallel.ranks=4"]) == 0
+    assert capsys.readouterr().out == describe(load("tiny", ["parallel.ranks=4"])) + "\n"

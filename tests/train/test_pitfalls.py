@@ -1,0 +1,233 @@
+"""What goes wrong in folded MoE training elsewhere, each against one process with the same micro-batches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_comm.dispatch.base import Dispatcher
+from tests.pool import RankPool
+from tests.train.common import SGD, Parts, assert_close, assert_floats, assert_same_training, session, train, whole
+
+DEEPSEEK = ("model.family=deepseek_v3", "model.shared_ffn=24", "model.bias_rate=0.05")
+CP_RING = ("parallel.cp=2", "parallel.context=ring")
+CP_ULYSSES = ("parallel.cp=2", "parallel.context=ulysses")
+LEARNING = ("run.steps=25", "model.init_std=0.05", "optimizer.lr=0.02")
+ZBV = ("parallel.pp=2", "parallel.schedule=zbv")
+
+
+def _first_gradients(rank: int, world: int, settings: list[str]) -> Parts:
+    """Summed gradients of the first step, before clipping."""
+    with session(settings) as here:
+        machinery, batch = here.trainer.machinery, here.trainer.feed.train(0)
+        machinery.data_parallel.zero_grad()
+        machinery.runner.step(batch.micro, 1 / batch.num_targets)
+        machinery.data_parallel.reduce()
+        return here.parts(grads=True)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "mapping",
+    [CP_RING, CP_ULYSSES, ("parallel.tp=2",), ("parallel.dp=2",), ZBV, ("parallel.etp=2", "parallel.ep=1")],
+    ids=" ".join,
+)
+def test_auxiliary_losses_reach_the_router_as_on_one_process(
+    pool2: RankPool, shared_settings: list[str], mapping: tuple[str, ...], family: str
+) -> None:
+    """Coefficients so large that the router's gradient is mostly theirs; the batch's loss, and each sequence's."""
+    common = [*shared_settings, "model.layers=4", "data.micro_batches=4", f"model.family={family}"]
+    losses = ("model.aux_loss=3.0", "model.z_loss=0.3")
+    alone = whole([_first_gradients(0, 1, [*common, *losses])])
+    without = whole([_first_gradients(0, 1, [*common, "model.aux_loss=0.0", "model.z_loss=0.0"])])
+    routers = [name for name in alone if name.endswith("router.weight")]
+    assert len(routers) == 4
+    for name in routers:
+        assert float((alone[name] - without[name]).norm() / alone[name].norm()) > 0.3, "the losses must matter"
+    found = whole(pool2.run(_first_gradients, [*common, *losses, *mapping], timeout=90))
+    assert_close(found, alone, 2e-5)
+
+
+def _weights_and_biases(rank: int, world: int, settings: list[str]) -> tuple[list[float], list[Any], dict[str, Tensor]]:
+    with session(settings) as here:
+        here.trainer.fit()
+        kept = {
+            f"{number}.{name}": tensor.clone()
+            for number, stage in enumerate(here.stages)
+            for name, tensor in stage.named_buffers()
+        }
+        kept |= {name: piece for name, (_, pieces) in here.parts().items() for _, piece in pieces}
+        reports = here.trainer.reports
+        return [report.loss for report in reports], [report.load for report in reports], kept
+
+
+@pytest.mark.parametrize("change", ["model.recompute=full", "model.recompute=selective", "run.eval_every=1"])
+@pytest.mark.parametrize("mapping", [("parallel.ep=2",), ZBV], ids=" ".join)
+def test_recomputing_and_evaluating_change_no_bit_of_losses_loads_biases_and_weights(
+    pool2: RankPool, shared_settings: list[str], mapping: tuple[str, ...], change: str
+) -> None:
+    common = [*shared_settings, *DEEPSEEK, *mapping, "model.layers=4", "model.capacity=1.0"]
+    plain = pool2.run(_weights_and_biases, common, timeout=90)
+    changed = pool2.run(_weights_and_biases, [*common, change], timeout=90)
+    for (losses, loads, kept), (losses_2, loads_2, kept_2) in zip(plain, changed, strict=True):
+        assert losses == losses_2
+        assert loads == loads_2
+        assert kept.keys() == kept_2.keys()
+        assert all(torch.equal(kept[name], kept_2[name]) for name in kept)
+        biases = [tensor for name, tensor in kept.items() if name.endswith("correction_bias")]
+        assert biases and all(bool(bias.any()) for bias in biases)
+
+
+def _initial(rank: int, world: int, settings: list[str]) -> Parts:
+    with session(settings) as here:
+        return here.parts()
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        ("parallel.tp=2", "parallel.cp=2", "parallel.etp=2", "parallel.ep=2"),
+        ("parallel.pp=2", "parallel.dp=2", "parallel.ep=2", "parallel.schedule=zbv", "parallel.sharding=fsdp"),
+        ("parallel.dp=4", "parallel.ep=4", "parallel.sharding=zero1"),
+    ],
+    ids=" ".join,
+)
+def test_initial_weights_do_not_depend_on_the_mapping(
+    pool4: RankPool, shared_settings: list[str], mapping: tuple[str, ...]
+) -> None:
+    common = [*shared_settings, *DEEPSEEK, "model.layers=4"]
+    alone = whole([_initial(0, 1, common)])
+    found = whole(pool4.run(_initial, [*common, *mapping], timeout=90))
+    assert found.keys() == alone.keys()
+    assert all(torch.equal(found[name], alone[name]) for name in alone)
+    halves = [alone["layers.0.attention.o.weight"][:, :8], alone["layers.0.attention.o.weight"][:, 8:]]
+    assert not torch.equal(*halves), "the shards of one tensor differ"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        ("model.tie=true",),
+        (*DEEPSEEK, "model.first_dense=2", "model.dense_ffn=24"),
+        (*DEEPSEEK, "model.first_dense=4", "model.dense_ffn=24"),
+    ],
+    ids=["tied embedding", "a stage without experts", "no experts at all"],
+)
+def test_a_pipeline_trains_as_one_process(
+    pool2: RankPool, shared_settings: list[str], schedule: str, model: tuple[str, ...]
+) -> None:
+    common = [*shared_settings, *SGD, *model, "model.layers=4", "data.micro_batches=4"]
+    alone = train(0, 1, common)
+    found = pool2.run(train, [*common, "parallel.pp=2", f"parallel.schedule={schedule}"], timeout=90)
+    if "model.tie=true" in model:  # with a pipeline each end has a copy, under a name of its own
+        for trained in found:
+            head = trained.parts.pop("head.weight", None)
+            if head is not None:
+                embedding = alone.parts["embed.weight"][1][0][1]
+                torch.testing.assert_close(head[1][0][1], embedding, rtol=1e-4, atol=1e-5)
+    assert_same_training(found, alone)
+
+
+def test_uneven_stages_train_as_one_process(pool2: RankPool, shared_settings: list[str]) -> None:
+    common = [*shared_settings, *SGD, "model.layers=4"]
+    found = pool2.run(train, [*common, "parallel.pp=2", "parallel.stage_layers=[3, 1]"], timeout=90)
+    assert_same_training(found, train(0, 1, common))
+
+
+def _conserved(rank: int, world: int, settings: list[str]) -> tuple[int, int, int]:
+    """Over a step and all layers of this rank: slots that its routers chose, those dropped, rows that it received."""
+    received = []
+    dispatch = Dispatcher.dispatch
+    with pytest.MonkeyPatch.context() as patch, session(settings) as here:
+
+        def counting(self: Dispatcher, *args: Any, **options: Any) -> Any:
+            out = dispatch(self, *args, **options)
+            received.append(out.rows_RD.shape[0])
+            return out
+
+        patch.setattr(Dispatcher, "dispatch", counting)
+        batch = here.trainer.feed.train(0)
+        here.trainer.machinery.runner.step(batch.micro, 1.0)
+        layers = [layer for stage in here.stages for layer in stage.moe_layers()]
+        chosen = sum(int(layer.router.load_E.sum()) for layer in layers)
+        dropped = sum(int(layer.dropped_total) for layer in layers)
+        return chosen, dropped, sum(received)
+
+
+@pytest.mark.parametrize("scope", ["batch", "rank", None])
+@pytest.mark.parametrize("mapping", [("parallel.tp=2", "parallel.ep=2"), CP_RING, ZBV], ids=" ".join)
+def test_tokens_are_conserved(
+    pool2: RankPool, shared_settings: list[str], mapping: tuple[str, ...], scope: str | None
+) -> None:
+    drops = [] if scope is None else ["model.capacity=0.75", f"model.capacity_scope={scope}"]
+    settings = [*shared_settings, *drops, *mapping, "model.layers=4"]
+    chosen, dropped, received = map(sum, zip(*pool2.run(_conserved, settings, timeout=90), strict=True))
+    layers, tokens, top_k = 4, 8 * 16, 2
+    assert chosen == layers * tokens * top_k
+    assert received == chosen - dropped
+    assert (dropped > 0) == (scope is not None)
+
+
+def test_capacity_over_the_batch_trains_as_one_process(pool4: RankPool, shared_settings: list[str]) -> None:
+    common = [*shared_settings, *SGD, "model.capacity=0.75", "model.capacity_scope=batch"]
+    mapping = ("parallel.tp=2", "parallel.cp=2", "parallel.context=ring", "parallel.ep=4")
+    alone, found = train(0, 1, common), pool4.run(train, [*common, *mapping], timeout=90)
+    assert all(min(load.dropped) > 0 for load in alone.loads)
+    assert [load.dropped for load in found[0].loads] == [load.dropped for load in alone.loads]
+    assert_same_training(found, alone)
+
+
+@pytest.mark.parametrize("kind", ["lamb", "muon", "adamw"])
+def test_every_optimizer_trains_on_parts_as_on_the_whole(
+    pool4: RankPool, shared_settings: list[str], kind: str
+) -> None:
+    """LAMB's norms and Muon's orthogonalised matrices are those of whole parameters, wherever their parts lie."""
+    common = [*shared_settings, f"optimizer.kind={kind}", "optimizer.lr=0.01", "optimizer.eps=1e-5"]
+    common += ["optimizer.momentum=0.9"] if kind == "muon" else []
+    mapping = ("parallel.tp=2", "parallel.dp=2", "parallel.etp=2", "parallel.ep=2", "parallel.sharding=fsdp")
+    alone, found = train(0, 1, common), pool4.run(train, [*common, *mapping], timeout=90)
+    assert alone.losses[-1] < alone.losses[0]
+    assert_floats(found[0].losses, alone.losses)
+    assert_close(whole([trained.parts for trained in found]), whole([alone.parts]), 1e-3)
+
+
+@pytest.mark.parametrize("sharding", ["replicate", "fsdp"])
+def test_compressed_gradients_end_within_noise(pool2: RankPool, shared_settings: list[str], sharding: str) -> None:
+    common = [*shared_settings, *LEARNING, f"parallel.sharding={sharding}"]
+    plain, compressed, other = (
+        pool2.run(train, [*common, *change], timeout=90)[0]
+        for change in ((), ("parallel.compress=true",), ("run.seed=1",))
+    )
+    assert plain.losses[-1] < plain.losses[0] - 1
+    assert compressed.losses != plain.losses
+    noise = abs(other.validation - plain.validation)
+    assert abs(compressed.validation - plain.validation) < max(0.3 * noise, 0.005)
+
+
+def test_bf16_learns_on_fp32_masters(pool2: RankPool, shared_settings: list[str]) -> None:
+    common = [*shared_settings, *LEARNING]
+    plain, rounded = (
+        pool2.run(train, [*common, f"model.dtype={dtype}"], timeout=90)[0] for dtype in ("float32", "bfloat16")
+    )
+    assert rounded.losses != plain.losses
+    assert rounded.losses[-1] == pytest.approx(plain.losses[-1], rel=0.02)
+    assert all(piece.dtype == torch.float32 for _, pieces in rounded.parts.values() for _, piece in pieces)
+
+
+@pytest.mark.parametrize("mapping", [CP_RING, CP_ULYSSES, (*CP_RING, "parallel.sharding=fsdp")], ids=" ".join)
+def test_separate_documents_under_context_parallelism(
+    pool2: RankPool, shared_settings: list[str], tmp_path: Path, mapping: tuple[str, ...]
+) -> None:
+    texts = [f"document {n} " * (1 + n % 5) for n in range(300)]
+    (tmp_path / "documents.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    separate = [f"data.source={tmp_path / 'documents.jsonl'}", "data.documents=separate", "data.packing=best_fit"]
+    common = [*shared_settings, *SGD, *separate, "data.seq_len=32"]
+    alone = train(0, 1, common)
+    assert alone.losses != train(0, 1, [*common, "data.documents=joined"]).losses
+    assert_same_training(pool2.run(train, [*common, *mapping], timeout=90), alone)
