@@ -1,9 +1,9 @@
-"""Write the measured tables of README.md from a folder of results, so that no number is typed by hand.
+"""Write the measured tables of README.md and the docs from a folder of results, so that no number is typed by hand.
 
     python benchmarks/fill_readme.py benchmarks/results/cpu-amd-epyc-avx2
 
-The folder holds dispatch-2-ranks.json, dispatch-4-ranks.json, small.json, layer-comm.json and layer-compute.json, as
-``moe-comm bench`` writes them.
+The folder holds dispatch-2-ranks.json, dispatch-4-ranks.json, small.json, layer-comm.json, layer-compute.json,
+train-comm.json and train-compute.json, as ``moe-comm bench`` writes them, and parity.json, as ``moe-comm parity`` does.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
-
-README = Path(__file__).parent.parent / "README.md"
 
 
 def load(folder: Path, name: str) -> dict[str, Any]:
@@ -96,16 +94,77 @@ def layer_block(folder: Path) -> str:
     return "\n".join(lines)
 
 
+def train_block(folder: Path) -> str:
+    """Whole training steps: ours and the peers."""
+    lines = [
+        "| shape | trainer | tokens/s | MFU | ms a step | ours is faster |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    shares = []
+    for preset in ("comm", "compute"):
+        found = load(folder, f"train-{preset}")
+        s = found["settings"]
+        shape = f"D {s['hidden']}, F {s['ffn']}, E {s['experts']}, K {s['top_k']}, {s['layers']} layers"
+        ours = {"tokens_per_s": found["tokens_per_s"], "mfu": found["mfu"], "step_ms": found["step_ms"]}
+        for name, one in {"**moe_comm**": ours, **found["peers"]}.items():
+            speedup = f"{one['speedup']:.2f}x" if "speedup" in one else ""
+            numbers = f"{one['tokens_per_s']:,.0f} | {one['mfu']:.0%} | {one['step_ms']:,.0f}"
+            lines.append(f"| {shape} | {name} | {numbers} | {speedup} |")
+        step = found["step"]
+        shares.append(
+            f"{preset}: compute {step['compute']:.1%}, communication {step['communication']:.1%}, data "
+            f"{step['data']:.2%}, the loop itself {step['loop']:.2%}"
+        )
+    s = found["settings"]
+    lines += [
+        "",
+        f"fp32, {s['ranks']} ranks of one thread, {s['batch']} sequences of {s['seq_len']} tokens a rank, AdamW; "
+        "medians of rounds in which the trainers take turns. Of our step, "
+        f"{'; '.join(shares)}. {where(found, folder)}.",
+    ]
+    return "\n".join(lines)
+
+
+def parity_block(folder: Path) -> str:
+    """Every mapping against one process."""
+    found = load(folder, "parity")
+    rows: dict[tuple[str, int, str], dict[str, dict[str, Any]]] = {}
+    for one in found["mappings"]:
+        rows.setdefault((one["mapping"], one["ranks"], one["mode"]), {})[one["optimizer"]] = one
+    optimizers = list(next(iter(rows.values())))
+    lines = ["| mapping | ranks | mode | " + " | ".join(f"{o}: loss | norm | weights" for o in optimizers) + " |"]
+    lines.append("|---|---:|---|" + "---:|---:|---:|" * len(optimizers))
+    for (mapping, ranks, mode), by in rows.items():
+        cells = [
+            f"{by[o][key]:.0e}" for o in optimizers for key in ("loss_rel_diff", "grad_norm_rel_diff", "param_rel_diff")
+        ]
+        lines.append(f"| {mapping.replace('|', '/')} | {ranks} | {mode} | " + " | ".join(cells) + " |")
+    lines += ["", f"{found['steps']} steps, fp32; largest relative differences. `{folder}/parity.json`."]
+    return "\n".join(lines)
+
+
+ROOT = Path(__file__).parent.parent
+BLOCKS = {
+    "dispatch": ("README.md", dispatch_block),
+    "layer": ("README.md", layer_block),
+    "train": ("README.md", train_block),
+    "parity": ("docs/parallel.md", parity_block),
+}
+
+
 def main() -> None:
     """Replace what stands between the marks."""
     folder = Path(sys.argv[1])
-    text = README.read_text()
-    for name, block in (("dispatch", dispatch_block(folder)), ("layer", layer_block(folder))):
+    for name, (page, block) in BLOCKS.items():
+        path = ROOT / page
         pattern = rf"(<!-- measured:{name} -->\n).*?(<!-- /measured -->)"
-        text, count = re.subn(pattern, lambda m, block=block: f"{m[1]}{block}\n{m[2]}", text, count=1, flags=re.DOTALL)
+        written = block(folder)
+        text, count = re.subn(
+            pattern, lambda m, written=written: f"{m[1]}{written}\n{m[2]}", path.read_text(), count=1, flags=re.DOTALL
+        )
         if not count:
-            raise SystemExit(f"README.md has no block measured:{name}")
-    README.write_text(text)
+            raise SystemExit(f"{page} has no block measured:{name}")
+        path.write_text(text)
 
 
 if __name__ == "__main__":

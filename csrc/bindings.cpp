@@ -234,6 +234,62 @@ PYBIND11_MODULE(_C, m) {
       "grad_h [rows, 2 * width] from grad_act; also act again where its address is not 0.");
 
   m.def(
+      "rms_norm_forward",
+      [](uintptr_t x, uintptr_t weight, uintptr_t y, uintptr_t scale, int64_t rows, int64_t width, float eps, int dtype,
+         int threads) {
+        py::gil_scoped_release release;
+        const int64_t row = width * dtype_bytes(dtype);
+        parallel_for(rows, 64, threads, [&](int64_t first, int64_t last) {
+          kernels().rms_norm(pointer<char>(x) + first * row, pointer<float>(weight), pointer<char>(y) + first * row,
+                             pointer<float>(scale) + first, last - first, width, eps, dtype);
+        });
+      },
+      py::arg("x"), py::arg("weight"), py::arg("y"), py::arg("scale"), py::arg("rows"), py::arg("width"),
+      py::arg("eps"), py::arg("dtype"), py::arg("threads"),
+      "y [rows, width] = x * scale * weight, scale [rows] = 1 / sqrt(mean of x^2 + eps); weight and scale are fp32.");
+  m.def(
+      "rms_norm_backward",
+      [](uintptr_t x, uintptr_t weight, uintptr_t scale, uintptr_t grad_y, uintptr_t grad_x, uintptr_t grad_parts,
+         int64_t rows, int64_t rows_of_part, int64_t width, int dtype, int threads) {
+        py::gil_scoped_release release;
+        const int64_t row = width * dtype_bytes(dtype), parts = (rows + rows_of_part - 1) / rows_of_part;
+        parallel_for(parts, 1, threads, [&](int64_t first, int64_t last) {
+          for (int64_t part = first; part < last; ++part) {
+            const int64_t start = part * rows_of_part;
+            const int64_t count = rows - start < rows_of_part ? rows - start : rows_of_part;
+            kernels().rms_norm_backward(
+                pointer<char>(x) + start * row, pointer<float>(weight), pointer<float>(scale) + start,
+                pointer<char>(grad_y) + start * row, grad_x ? pointer<char>(grad_x) + start * row : nullptr,
+                grad_parts ? pointer<float>(grad_parts) + part * width : nullptr, count, width, dtype);
+          }
+        });
+      },
+      py::arg("x"), py::arg("weight"), py::arg("scale"), py::arg("grad_y"), py::arg("grad_x"), py::arg("grad_parts"),
+      py::arg("rows"), py::arg("rows_of_part"), py::arg("width"), py::arg("dtype"), py::arg("threads"),
+      "grad_x [rows, width], and the weight's gradient by parts of the rows, added to grad_parts [parts, width] fp32; "
+      "either address may be 0.");
+  m.def(
+      "rotate",
+      [](uintptr_t x, std::array<int64_t, 3> strides, uintptr_t y, uintptr_t cos, uintptr_t sin, int64_t angles,
+         float sign, std::array<int64_t, 4> shape, int threads) {
+        py::gil_scoped_release release;
+        const auto [batch, length, heads, width] = shape;
+        const int64_t half = width / 2, tokens = length;
+        parallel_for(batch * length, 16, threads, [&, heads = heads, width = width](int64_t first, int64_t last) {
+          for (int64_t t = first; t < last; ++t) {
+            const int64_t from = t / tokens * strides[0] + t % tokens * strides[1];
+            kernels().rotate(pointer<float>(x) + from, strides[2], pointer<float>(y) + t * heads * width, width,
+                             pointer<float>(cos) + t % angles * half, pointer<float>(sin) + t % angles * half, sign,
+                             heads, half);
+          }
+        });
+      },
+      py::arg("x"), py::arg("strides"), py::arg("y"), py::arg("cos"), py::arg("sin"), py::arg("angles"),
+      py::arg("sign"), py::arg("shape"), py::arg("threads"),
+      "y [B, S, h, d] = x, each head's halves turned by the angles of its token; cos and sin [angles, d / 2] of the "
+      "tokens, repeated; sign -1 turns back. fp32; strides of x in elements, y is dense.");
+
+  m.def(
       "bare_gather",
       [](uintptr_t src, uintptr_t index, uintptr_t dst, int64_t count, int64_t row_bytes, int threads) {
         py::gil_scoped_release release;

@@ -1,6 +1,6 @@
 """Types of the native core (csrc/bindings.cpp). Addresses are plain integers; the caller keeps their memory alive.
 
-dtype codes: 0 float32, 1 bfloat16, 2 float16. Strides are in elements for swiglu, in bytes elsewhere.
+dtype codes: 0 float32, 1 bfloat16, 2 float16. Strides are in elements for swiglu and rotate, in bytes elsewhere.
 ``compared``: the header's compared words.
 """
 
@@ -113,6 +113,33 @@ class Transfer:
 def swiglu_forward(h: int, h_stride: int, act: int, rows: int, width: int, dtype: int, threads: int) -> None: ...
 def swiglu_backward(
     h: int, h_stride: int, grad_act: int, grad_h: int, act: int, rows: int, width: int, dtype: int, threads: int
+) -> None: ...
+def rms_norm_forward(
+    x: int, weight: int, y: int, scale: int, rows: int, width: int, eps: float, dtype: int, threads: int
+) -> None: ...
+def rms_norm_backward(
+    x: int,
+    weight: int,
+    scale: int,
+    grad_y: int,
+    grad_x: int,
+    grad_parts: int,
+    rows: int,
+    rows_of_part: int,
+    width: int,
+    dtype: int,
+    threads: int,
+) -> None: ...
+def rotate(
+    x: int,
+    strides: Sequence[int],
+    y: int,
+    cos: int,
+    sin: int,
+    angles: int,
+    sign: float,
+    shape: Sequence[int],
+    threads: int,
 ) -> None: ...
 def bare_gather(src: int, index: int, dst: int, count: int, row_bytes: int, threads: int, /) -> None: ...
 def bare_weighted_sum(

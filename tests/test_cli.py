@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from moe_comm import cli
+from moe_comm.cli import options
+from moe_comm.cli import train as train_command
 from moe_comm.errors import MissingDependency, PeerTimeout
 from moe_comm.runtime.launch import RankFailed
 
@@ -46,6 +48,14 @@ def error_line(capsys: pytest.CaptureFixture[str]) -> str:
         (["train", CONFIG, "stray"], "section.key=value"),
         (["train", CONFIG, "--ranks", "0"], "--ranks"),
         (["train", __file__], "is a .toml or .json file"),
+        (["train", "huge"], "no configuration named 'huge'; ready ones: deepseek-v3"),
+        (["train", "tiny", "--set", "run.step=3"], "did you mean 'run.steps'?"),
+        (["train", "tiny", "--resume", "always"], "checkpoint.resume: input should be 'no' or 'auto'"),
+        (["train", "tiny", "--restarts", "-1"], "--restarts"),
+        (["mesh", "tiny", "--ranks", "3", "parallel.tp=2"], "3"),
+        (["parity", "--mapping", "tp 3"], "unknown mapping 'tp 3'; known: tp 2"),
+        (["parity", "--optimizer", "adam"], "unknown optimizer 'adam'; known: sgd"),
+        (["data", "tiny", "data.source=no/such/text.txt"], "no/such/text.txt"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -54,6 +64,12 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(
 ) -> None:
     assert cli.run(arguments) == 2
     assert told in error_line(capsys)
+
+
+def test_there_is_nothing_to_export_from_an_empty_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["export", str(tmp_path), str(tmp_path / "out")]) == 1
+    assert "holds no complete checkpoint" in error_line(capsys)
+    assert not (tmp_path / "out").exists()
 
 
 def test_malformed_toml_is_a_wrong_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,7 +84,7 @@ def test_a_missing_extra_names_what_to_install(
     def absent(name: str) -> None:
         raise ModuleNotFoundError("No module named 'pydantic.fields'", name="pydantic.fields")
 
-    monkeypatch.setattr(cli.importlib, "import_module", absent)
+    monkeypatch.setattr(options.importlib, "import_module", absent)
     assert cli.run(["train", CONFIG]) == 2
     assert error_line(capsys) == "pydantic.fields is not installed; run: pip install 'moe_comm[train]'"
 
@@ -88,10 +104,10 @@ def test_a_missing_extra_names_what_to_install(
 def test_every_kind_of_failure_has_its_exit_code(
     raised: BaseException, code: int, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise raised
 
-    monkeypatch.setattr(cli, "launch", fail)
+    monkeypatch.setattr(train_command, "launch", fail)
     assert cli.run(["train", CONFIG]) == code
     lines = capsys.readouterr().err.splitlines()
     assert lines[-1] == f"moe-comm: error: {told}"
@@ -99,28 +115,59 @@ def test_every_kind_of_failure_has_its_exit_code(
 
 
 def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(cli, "launch", fail)
+    monkeypatch.setattr(train_command, "launch", fail)
     with pytest.raises(ZeroDivisionError):
         cli.run(["train", CONFIG])
 
 
 def test_train_starts_the_ranks_it_was_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(cli, "launch", lambda *args: calls.append(args))
+    monkeypatch.setattr(train_command, "launch", lambda *args, **options: calls.append((*args, options)))
     assert cli.run(["train", CONFIG]) == 0
-    assert cli.run(["train", CONFIG, "--ranks", "3", "run.steps=5"]) == 0
+    more = ["--set", "run.seed=7", "--restarts", "4", "--resume", "auto"]
+    assert cli.run(["train", CONFIG, "--ranks", "3", "run.steps=5", *more]) == 0
     assert [call[2] for call in calls] == [2, 3]
-    assert calls[1][1][1] == ["run.steps=5", "parallel.ranks=3"]
+    assert [call[3] for call in calls] == [{"restarts": 0}, {"restarts": 4}]
+    assert calls[1][1][1] == ["run.steps=5", "run.seed=7", "parallel.ranks=3", "checkpoint.resume=auto"]
+
+
+@pytest.mark.parametrize(("restarts", "resume"), [("0", []), ("2", ["checkpoint.resume=auto"])])
+def test_ranks_that_are_started_again_go_on_with_their_run(
+    monkeypatch: pytest.MonkeyPatch, restarts: str, resume: list[str]
+) -> None:
+    """And those that start for the first time do not take over an older one, unless they are told to."""
+    import moe_comm.train
+
+    calls = []
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+    monkeypatch.setattr(moe_comm.train, "run", lambda *args: calls.append(args))
+    train_command._train_rank("tiny", ["run.steps=5"], 60.0)
+    assert calls == [("tiny", ["run.steps=5", *resume])]
+
+
+def test_mesh_shows_who_sits_where(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["mesh", "tiny", "--ranks", "4", "parallel.tp=2", "--set", "parallel.ep=4"]) == 0
+    shown = capsys.readouterr().out
+    assert "tp" in shown and "ep" in shown and len(shown.splitlines()) > 4
+
+
+def test_data_prepares_and_describes_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text("some words\n" * 500)
+    arguments = [f"data.source={tmp_path / 'text.txt'}", f"data.cache={tmp_path / 'cache'}", "data.seq_len=16"]
+    assert cli.run(["data", "tiny", *arguments]) == 0
+    assert "5,50" in capsys.readouterr().out, "bytes of the text, with an end"
+    assert list((tmp_path / "cache").iterdir())
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(name in shown for name in ("doctor", "train", "bench", "check-grads"))
-    for command in (["train"], ["bench", "dispatch"], ["bench", "layer"], ["doctor"], ["check-grads"]):
+    commands = ("data", "doctor", "export", "mesh", "parity", "train", "bench", "check-grads")
+    assert all(name in shown for name in commands)
+    for command in (["bench", "dispatch"], ["bench", "layer"], *([name] for name in sorted(commands, reverse=True))):
         assert cli.run([*command, "--help"]) == 0
     assert "--top-k" in capsys.readouterr().out
 

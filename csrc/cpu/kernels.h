@@ -39,6 +39,16 @@ struct Kernels {
   // From grad_act: grad_h [rows, 2F], and act again if it is not null.
   void (*swiglu_backward)(const void* h, int64_t h_stride, const void* grad_act, void* grad_h, void* act, int64_t rows,
                           int64_t width, int dtype);
+  // y = x * scale * weight, scale[r] = 1 / sqrt(mean(x[r]^2) + eps); weight is fp32, rows are dense.
+  void (*rms_norm)(const void* x, const float* weight, void* y, float* scale, int64_t rows, int64_t width, float eps,
+                   int dtype);
+  // From the gradient of y: that of x, and that of weight added to grad_weight; either may be null.
+  void (*rms_norm_backward)(const void* x, const float* weight, const float* scale, const void* grad_y, void* grad_x,
+                            float* grad_weight, int64_t rows, int64_t width, int dtype);
+  // One token's heads, each turned by the token's angles: y1 = x1 cos - x2 sin, y2 = x2 cos + x1 sin, where 1 and 2 are
+  // the halves of a head; backward with -sin. fp32; x_stride and y_stride from head to head.
+  void (*rotate)(const float* x, int64_t x_stride, float* y, int64_t y_stride, const float* cos, const float* sin,
+                 float sign, int64_t heads, int64_t half);
   // The limits that benchmarks compare with: addresses known beforehand, nothing else done.
   void (*bare_gather)(const char* src, const int64_t* index, const int64_t* dst, int64_t first, int64_t last,
                       int64_t row_bytes);

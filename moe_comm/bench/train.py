@@ -200,7 +200,7 @@ def _difference(turn: _Turn, ours: _Turn) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(turn.losses, ours.losses, strict=True))
 
 
-def _row(bench: TrainBench, stats: dict[str, float], flops: float, peak: float) -> dict[str, float]:
+def _row(bench: TrainBench, stats: dict[str, float], flops: float, peak: float) -> dict[str, Any]:
     tokens_per_s = bench.tokens / stats["median_ms"] * 1e3
     return {
         "tokens_per_s": tokens_per_s,

@@ -47,7 +47,7 @@ def train(
 def _train_rank(config: str, overrides: list[str], timeout_s: float) -> None:
     from moe_comm import train as training
 
-    with init_ranks("cpu", timeout_s) as ranks:
+    with init_ranks(None, timeout_s) as ranks:
         # Ranks that were started again go on with the run that those before them began, the newest of its name.
         again = ["checkpoint.resume=auto"] if ranks.restarts else []
         training.run(config, [*overrides, *again])

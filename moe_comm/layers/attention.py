@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.dispatch.plain import wide_dtype
 from moe_comm.errors import ConfigError, InputError
+from moe_comm.kernels.rms_norm import rms_norm
 from moe_comm.layers.collectives import copy_to, group_rank, group_size, sum_over
 from moe_comm.layers.config import AttentionConfig, Context
 from moe_comm.layers.context import ContextSpec, check_heads, context_attention, local_positions
@@ -53,9 +54,7 @@ class HeadNorm(RMSNorm):
 
     def forward(self, x_BShd: Tensor) -> Tensor:
         """[B, S, heads, width], normalised over the last dimension."""
-        wide = wide_dtype(x_BShd.dtype)
-        weight = copy_to(self.weight, self.copied_over)
-        return F.rms_norm(x_BShd.to(wide), (self.hidden,), weight.to(wide), self.eps).to(x_BShd.dtype)
+        return rms_norm(x_BShd, copy_to(self.weight, self.copied_over), self.eps)
 
 
 class FullNorm(nn.Module):

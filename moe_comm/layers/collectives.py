@@ -285,8 +285,9 @@ def _cut(x: Tensor, dim: int, world: int) -> Tensor:
 
 
 def _added(parts_W: Tensor) -> Tensor:
-    """Sum over the first dimension in order of rank, in wide precision, rounded once."""
-    total = parts_W[0].to(wide_dtype(parts_W.dtype), copy=True)
+    """Sum over the first dimension in order of rank, in wide precision, rounded once; exact for integers."""
+    wide = wide_dtype(parts_W.dtype) if parts_W.is_floating_point() else torch.int64
+    total = parts_W[0].to(wide, copy=True)
     for part in parts_W[1:]:
         total += part
     return total.to(parts_W.dtype)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from moe_comm.errors import ConfigError
-from moe_comm.layers.moe import MoEConfig
+from moe_comm.layers.moe_config import MoEConfig
 
 QKNorm = Literal["none", "head", "full"]
 Context = Literal["ulysses", "ring"]

@@ -92,7 +92,7 @@ def vocab_parallel_cross_entropy(
     rows_W = _agree(x_BSD, weight_VD, targets_BS, group, (chunk or 0, ignore_index, needs_x), fault)
     _check_targets(targets_BS, sum(rows_W), ignore_index)
     tokens = targets_BS.numel()
-    chunk = min(chunk or max(1, CHUNK_ELEMENTS // max(rows_W)), max(tokens, 1))
+    chunk = min(chunk or max(1, CHUNK_ELEMENTS // max(*rows_W, 1)), max(tokens, 1))
     call = _Call(group, rows_W, chunk, ignore_index, sequence_dim, needs_x, needs_weight)
     return _CrossEntropy.apply(x_BSD, weight_VD, targets_BS, call)  # type: ignore[no-any-return]
 

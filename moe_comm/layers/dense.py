@@ -31,7 +31,8 @@ class DenseMLP(ParallelModule):
             all tokens, and the gradients of what stands outside are complete on every rank (``linear.py``).
 
     Attributes:
-        w13: [2F / W, D], this rank's gate rows first, then its up rows. w2: [D, F / W].
+        w13: [2F / W, D], this rank's gate rows first, then its up rows (one after the other for an activation that has
+            them interleaved); [F / W, D] if it is not gated. w2: [D, F / W].
 
     Raises:
         ConfigError: F does not divide by the ranks, or the activation is not known.
@@ -71,7 +72,8 @@ class DenseMLP(ParallelModule):
         """This rank's part of a gated block of three linears, which every rank holds alike: copies.
 
         Raises:
-            InputError: a linear has a bias, or the shapes do not fit. ConfigError: F does not divide by the ranks.
+            InputError: a linear has a bias, the shapes do not fit, or the activation is not gated.
+            ConfigError: F does not divide by the ranks.
         """
         shapes = [tuple(linear.weight.shape) for linear in (gate, up, down)]
         if shapes[0] != shapes[1] or shapes[2] != shapes[0][::-1]:
@@ -80,8 +82,12 @@ class DenseMLP(ParallelModule):
             raise InputError("DenseMLP has no biases; use ColumnParallelLinear and RowParallelLinear for these linears")
         width, hidden = shapes[0]
         block = cls(hidden, width, group, activation, sequence_dim=sequence_dim, device="meta")
-        w13 = torch.cat((gate.weight.detach(), up.weight.detach()))
-        block.w13 = nn.Parameter(take_part(w13, Split(0, "tp", 2), group), gate.weight.requires_grad)
+        if not block.activation.gated:
+            raise InputError(f"a block of gate, up and down needs a gated activation; got {block.activation.name}")
+        pairs = torch.stack((gate.weight.detach(), up.weight.detach()))
+        w13 = (pairs.transpose(0, 1) if block.activation.interleaved else pairs).flatten(0, 1)
+        (split,) = block.shardings()["w13"].splits
+        block.w13 = nn.Parameter(take_part(w13, split, group), gate.weight.requires_grad)
         block.w2 = nn.Parameter(take_part(down.weight, Split(1, "tp"), group), down.weight.requires_grad)
         return block
 
@@ -92,9 +98,11 @@ class DenseMLP(ParallelModule):
 
     def shardings(self) -> dict[str, Sharding]:
         """How the ranks hold each parameter."""
-        segments = 2 if self.activation.gated else 1
+        rows = 2 * self.ffn if self.activation.gated else self.ffn
+        # Gate and up are cut each by itself; where they are interleaved, a plain cut leaves the pairs together.
+        segments = 2 if self.activation.gated and not self.activation.interleaved else 1
         return {
-            "w13": Sharding((segments * self.ffn, self.hidden), (Split(0, "tp", segments),)),
+            "w13": Sharding((rows, self.hidden), (Split(0, "tp", segments),)),
             "w2": Sharding((self.hidden, self.ffn), (Split(1, "tp"),)),
         }
 

@@ -66,15 +66,16 @@ def check_width(x: Tensor, width: int, layer: str) -> None:
 
 
 class ParallelModule(nn.Module):
-    """A module whose copies hold their own weights but communicate over the same ranks."""
+    """A module whose copies (EMA, reference model) have their own weights but communicate over the same ranks."""
 
-    group: ProcessGroup | None
+    def shared_by_copies(self) -> list[Any]:
+        """What a copy keeps instead of copying it: process groups."""
+        return [value for value in vars(self).values() if isinstance(value, ProcessGroup)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo[id(self.group)] = self.group
+        memo.update({id(shared): shared for shared in self.shared_by_copies()})
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        nn.Module.__init__(copied)
         vars(copied).update({key: deepcopy(value, memo) for key, value in vars(self).items()})
         return copied
 

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_comm.errors import ConfigError
+from moe_comm.layers.autocast import compute_dtype
 from moe_comm.layers.config import AttentionConfig, MLAConfig
-from moe_comm.layers.linear import ColumnParallelLinear, enter
+from moe_comm.layers.linear import ColumnParallelLinear, ParallelModule, enter
 from moe_comm.layers.norm import RMSNorm
 
 
-class LatentProjections(nn.Module):
+class LatentProjections(ParallelModule):
     """Queries, keys and values from latents; what ``Attention`` has instead of q, k and v where ``config.mla`` is set.
 
     Attributes:
@@ -66,7 +67,8 @@ class LatentProjections(nn.Module):
         rotate: Callable[[Tensor], Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Own heads of all tokens: q and k [B, S, heads, nope + rope], v [B, S, heads, v_dim]. Collective."""
-        x_q = x_BSD if mla.q_rank is None else self.q_a_norm(self.q_a(x_BSD))
+        # Under autocast the projections' outputs are narrower than x; one wide part would widen all of ``packed``.
+        x_q = x_BSD.to(compute_dtype(x_BSD)) if mla.q_rank is None else self.q_a_norm(self.q_a(x_BSD))
         latent, shared_key = self.kv_a(x_BSD).split([mla.kv_rank, mla.rope_dim], -1)
         packed = torch.cat([x_q, self.kv_a_norm(latent), shared_key], -1)
         x_q, latent, shared_key = enter(packed, group, sequence_dim).split(

@@ -18,7 +18,6 @@ the dispatcher, a token goes to all parts of its experts, and combine adds their
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_comm.dispatch import Dispatcher, DispatchOptions, Layout, Traffic, make_dispatcher
@@ -35,70 +34,17 @@ from moe_comm.dispatch.capacity import Capacity, apply_capacity
 from moe_comm.dispatch.channel import Channel
 from moe_comm.dispatch.deferred import DeferredDispatcher
 from moe_comm.errors import ConfigError, InputError
-from moe_comm.kernels.activations import Activation
 from moe_comm.layers.autocast import compute_dtype
 from moe_comm.layers.collectives import group_rank
 from moe_comm.layers.experts import Experts, Part
+from moe_comm.layers.linear import ParallelModule
 from moe_comm.layers.losses import attach_loss
-from moe_comm.layers.router import Router, RouterConfig, Routing, recomputing
+from moe_comm.layers.moe_config import MoEConfig, ZeroExperts
+from moe_comm.layers.router import Router, Routing, recomputing
 from moe_comm.layers.shared import SharedExpert, split_zero_experts
 from moe_comm.topology import ExpertPlacement, Sharding
 
-
-@dataclass(frozen=True)
-class ZeroExperts:
-    """Zero-computation experts, whose ids follow those of the real ones: first identities, then those that add 0."""
-
-    identity: int = 0
-    zero: int = 0
-
-    def __post_init__(self) -> None:
-        if self.identity < 0 or self.zero < 0:
-            raise ConfigError(f"numbers of zero-computation experts cannot be negative; got {self}")
-
-    @property
-    def total(self) -> int:
-        return self.identity + self.zero
-
-
-@dataclass(frozen=True)
-class MoEConfig:
-    """A whole MoE layer.
-
-    hidden, ffn: D, and F of one expert.
-    router: its ``num_experts`` counts real and zero-computation experts.
-    shared_ffn: width of the shared expert; 0 for none. shared_gate: it has a sigmoid gate.
-    capacity: bound on the rows per expert; None drops nothing.
-    recompute: experts keep less for backward.
-    experts_per_rank: how many real experts each expert-parallel rank holds; None spreads them evenly.
-    """
-
-    hidden: int
-    ffn: int
-    router: RouterConfig
-    activation: str | Activation = "swiglu"
-    expert_bias: bool = False
-    zero_experts: ZeroExperts = ZeroExperts()
-    shared_ffn: int = 0
-    shared_gate: bool = False
-    capacity: Capacity | None = None
-    recompute: bool = False
-    experts_per_rank: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if self.hidden < 1 or self.ffn < 1 or self.shared_ffn < 0:
-            raise ConfigError(f"hidden and ffn must be at least 1; got {self.hidden}, {self.ffn}, {self.shared_ffn}")
-        if self.num_experts < 1:
-            raise ConfigError(
-                f"no real expert is left of {self.router.num_experts}: all are zero-computation ({self.zero_experts})"
-            )
-        if self.shared_gate and not self.shared_ffn:
-            raise ConfigError("shared_gate needs a shared expert; set shared_ffn")
-
-    @property
-    def num_experts(self) -> int:
-        """Real experts of all ranks together."""
-        return self.router.num_experts - self.zero_experts.total
+__all__ = ["Flow", "MoEConfig", "MoELayer", "ZeroExperts"]
 
 
 @dataclass(frozen=True)
@@ -116,7 +62,7 @@ class Flow:
     dropped: Tensor | None
 
 
-class MoELayer(nn.Module):
+class MoELayer(ParallelModule):
     """Mixture-of-Experts layer over the ranks of an expert-parallel group. A drop-in for a feed-forward block.
 
     Each rank gives its own tokens (any number, zero included) and gets their outputs. Every rank of the group must
@@ -316,14 +262,9 @@ class MoELayer(nn.Module):
         self.experts.reset_parameters(seed, self.local_experts.start, std)
         self.dropped_total.zero_()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> MoELayer:
-        # A copy (EMA, reference model) has its own weights; what reaches other processes is shared with it.
-        for shared in (self.dispatcher, self.router.group, self.router.sequence_group):
-            memo[id(shared)] = shared
-        copied = self.__class__.__new__(self.__class__)
-        memo[id(self)] = copied
-        copied.__dict__ = copy.deepcopy(self.__dict__, memo)
-        return copied
+    def shared_by_copies(self) -> list[Any]:
+        """What reaches other processes."""
+        return [self.dispatcher, self.router.group, self.router.sequence_group]
 
     def extra_repr(self) -> str:
         place = f"rank {self.dispatcher.rank} of {self.dispatcher.world}"

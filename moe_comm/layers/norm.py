@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_comm.errors import InputError
+from moe_comm.kernels.rms_norm import rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -45,11 +45,7 @@ class RMSNorm(nn.Module):
         """
         if x.shape[-1:] != (self.hidden,):
             raise InputError(f"an RMSNorm of width {self.hidden} takes [.., {self.hidden}]; got {tuple(x.shape)}")
-        if x.dtype == self.weight.dtype:
-            return F.rms_norm(x, (self.hidden,), self.weight, self.eps).to(x.dtype)
-        # bf16 tokens and fp32 weights, for example: torch would return fp32, or refuse.
-        wide = torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), torch.float32)
-        return F.rms_norm(x.to(wide), (self.hidden,), self.weight.to(wide), self.eps).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.hidden}, eps={self.eps:g}"

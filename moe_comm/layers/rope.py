@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.errors import ConfigError
+from moe_comm.kernels.rotate import rotate_halves
 from moe_comm.layers.config import RopeConfig, Yarn
 
 
@@ -74,11 +75,10 @@ class Rope:
         Interleaved pairs come out as halves (all first members, then all second): the order in which both queries and
         keys stand does not change their product.
         """
+        if not self.config.interleaved:
+            return rotate_halves(x_BSHd, table.cos, table.sin)
         cos, sin = table.cos.unsqueeze(2), table.sin.unsqueeze(2)
-        if self.config.interleaved:
-            first, second = x_BSHd[..., 0::2], x_BSHd[..., 1::2]
-        else:
-            first, second = x_BSHd.chunk(2, dim=-1)
+        first, second = x_BSHd[..., 0::2], x_BSHd[..., 1::2]
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 

@@ -7,6 +7,7 @@ ids [B, S/cp] ─ embed ─▶ x [B, S/(cp*tp), D] ─ layers ─▶ x ─ norm 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from moe_comm.errors import ConfigError, InputError
 from moe_comm.layers.block import Tokens, TransformerBlock, materialize
 from moe_comm.layers.config import TransformerConfig
 from moe_comm.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from moe_comm.layers.linear import ParallelModule
 from moe_comm.layers.model_plan import ModelPlan
 from moe_comm.layers.moe import MoELayer
 from moe_comm.layers.norm import RMSNorm
@@ -27,7 +29,7 @@ __all__ = ["ModelPlan", "Transformer"]
 EMBEDDING, HEAD = "embed.weight", "head.weight"
 
 
-class Transformer(nn.Module):
+class Transformer(ParallelModule):
     """The part of ``config``'s model that ``plan`` gives this rank. Collective over the ranks of the stage.
 
     Names of parameters are those of the whole model, whatever the part: "embed.weight", "layers.3.attention.q.weight",
@@ -89,6 +91,10 @@ class Transformer(nn.Module):
     def origin_of(self, name: str) -> str:
         """Which parameter of the whole model ``name`` is a copy of: itself, but for the head of a tied embedding."""
         return EMBEDDING if name == HEAD and self.config.tie else name
+
+    def shared_by_copies(self) -> list[Any]:
+        """The plan, whose groups they communicate over too."""
+        return [self.plan]
 
     def moe_layers(self) -> Iterator[MoELayer]:
         """The MoE layers of this stage, in order; a stage may have none."""

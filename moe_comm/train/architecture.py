@@ -38,6 +38,7 @@ def transformer_config(section: ModelSection, vocab: int, seq_len: int) -> Trans
             router=_router(section),
             shared_ffn=section.shared_ffn,
             capacity=_capacity(section),
+            recompute=section.recompute_experts,
         ),
         max_length=section.max_length or seq_len,
         dense_layers=tuple(range(section.first_dense)),
@@ -84,9 +85,9 @@ def _router(section: ModelSection) -> RouterConfig:
 
 
 def training_side(architecture: TransformerConfig, section: ModelSection) -> TransformerConfig:
-    """``architecture``, read from elsewhere, with the losses and the capacity of ``section``."""
+    """``architecture``, read from elsewhere, with the losses, capacity and recomputing of ``section``."""
     router = replace(architecture.moe.router, balance_loss=section.aux_loss, z_loss=section.z_loss)
-    moe = replace(architecture.moe, router=router, capacity=_capacity(section))
+    moe = replace(architecture.moe, router=router, capacity=_capacity(section), recompute=section.recompute_experts)
     return replace(architecture, moe=moe)
 
 

@@ -22,11 +22,9 @@ from moe_comm.layers.flops import count_model
 from moe_comm.runtime.gemm import gemm_flops
 from moe_comm.topology import FoldedMesh
 from moe_comm.train import config as configuration
-from moe_comm.train import sample
 from moe_comm.train.build import DTYPES, architecture_of, build
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.corpus import Corpus, Statistics, prepare_all
-from moe_comm.train.export import export_checkpoint
 from moe_comm.train.feed import CorpusFeed, corpus_settings
 from moe_comm.train.folder import RunFolder
 from moe_comm.train.metrics import JsonlSink, MetricsSink, TensorBoardSink
@@ -175,6 +173,8 @@ def _save_end(trainer: Trainer, saver: RunSaver, folder: RunFolder, ranks: Ranks
         latest = saver.latest()
     fault = ""
     if ranks.is_first:
+        from moe_comm.train.export import export_checkpoint  # transformers: a second that other ranks need not spend
+
         try:
             assert latest is not None, "a save that did not fail left a checkpoint"
             folder.save_model(lambda fresh: export_checkpoint(latest, fresh))
@@ -188,6 +188,8 @@ def _sample(config: TrainConfig, corpus: Corpus, folder: RunFolder) -> str:
     """Load the saved model as anyone would, and draw a text from it."""
     if not config.run.sample_tokens:
         return ""
+    from moe_comm.train import sample
+
     model = sample.load_model(folder.model)
     ids = sample.continue_text(
         model, corpus.prompt(32), config.run.sample_tokens, config.run.temperature, config.run.seed

@@ -95,7 +95,7 @@ class ModelSection(Section):
     """Shape of the model. ``family`` says which published architecture it is, and so what its weights export to.
 
     pretrained: folder of a Hugging Face model of a known family, whose architecture and weights training starts from;
-        of the other keys only losses, bias_rate, capacity, dtype and recompute then count.
+        of the other keys only losses, bias_rate, capacity, dtype and recomputing then count.
     kv_heads: None: as many as ``heads``. head_dim: None: hidden / heads. rope_theta: base of the position angles.
     window: a token sees this many tokens, itself included; None: all before it (mixtral only).
     ffn: width of one expert. shared_ffn: width of the shared expert, 0 for none. first_dense: layers at the start that
@@ -110,7 +110,8 @@ class ModelSection(Section):
         whole micro-batch.
     vocab: rows of the embedding; None: as many as the tokenizer has ids. More leaves rows unused.
     init_std: standard deviation of the initial weights. dtype: of the weights that compute; masters are fp32.
-    recompute: what the backward pass computes again instead of keeping it.
+    recompute: what the backward pass computes again instead of keeping it. recompute_experts: experts then keep their
+        rows alone, at the price of one matrix product more.
     max_length: longest text the model is for; None: ``data.seq_len``.
     """
 
@@ -148,6 +149,7 @@ class ModelSection(Section):
     init_std: float = Field(default=0.02, gt=0)
     dtype: Literal["float32", "bfloat16"] = "float32"
     recompute: Literal["none", "selective", "full"] = "none"
+    recompute_experts: bool = False
     max_length: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")

@@ -231,6 +231,10 @@ def test_what_cannot_be_swapped_is_refused_and_left_alone(folders: Callable[[str
         swap_attention(swapped)
     with pytest.raises(InputError, match="attention_mask must be"):
         swapped(data()["input_ids"], attention_mask=torch.ones(2, 1, LENGTH, LENGTH))
+    hole = torch.ones(2, LENGTH)
+    hole[1, 5] = 0
+    with pytest.raises(InputError, match="in the middle of a row"):
+        swapped(data()["input_ids"], attention_mask=hole)
 
 
 def test_one_rank_shares_the_parameters_of_the_model(folders: Callable[[str], str]) -> None:

@@ -15,10 +15,15 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from moe_comm.errors import ConfigError, InputError, UnsupportedModel
-from moe_comm.integrations.hugging_face import sum_replicated_gradients, swap_moe
+from moe_comm.integrations.hugging_face import gather_state_dict, sum_replicated_gradients, swap_moe
+from moe_comm.integrations.hugging_face.attention import gather_attention, swap_attention
 from moe_comm.integrations.hugging_face.linears import gather_linears, swap_linears, swapped_linears
+from moe_comm.integrations.hugging_face.sequence import shard_inputs
+from moe_comm.layers.sequence import unshard_sequence
+from moe_comm.topology import FoldedMesh, ParallelConfig
 from tests.integrations.models import (
     SMALL,
+    VOCAB,
     assert_close,
     batch,
     ep_group,
@@ -179,6 +184,51 @@ def test_it_goes_together_with_expert_parallelism_over_other_ranks(
         for name, grad in gradients(model).items():
             half = grad.chunk(2)[rank // 2] if ".experts." in name else grad
             assert_close(grads[name], half, f"{name} of rank {rank}")
+
+
+def run_with_all(rank: int, world: int, arg: tuple[str, str]) -> tuple[Tensor, dict[str, Tensor]]:
+    """tp 2 x cp 2: attention and linears over tp, sequences in a ring over cp, and experts over cp too."""
+    folder, order = arg
+    mesh = FoldedMesh(ParallelConfig(tp=2, cp=2))
+    tp, cp = mesh.group("tp"), mesh.group("cp")
+    swaps: dict[str, Callable[[Any], Any]] = {
+        "a": lambda model: swap_attention(model, tp, cp, context="ring"),
+        "l": lambda model: swap_linears(model, tp),
+        "m": lambda model: swap_moe(model, cp),
+    }
+    model = load(folder)
+    for name in order:
+        model = swaps[name](model)
+    assert not any(".self_attn." in name for name in swapped_linears(model))
+    ids = whole_sequences()
+    answer = model(**shard_inputs(ids, ids, cp_group=cp, context="ring"))
+    answer.loss.backward()
+    sum_replicated_gradients(model, cp)
+    for parameter in model.parameters():
+        parameter.data = parameter.grad
+    return answer.logits.detach(), gather_linears(model, {**gather_state_dict(model), **gather_attention(model)})
+
+
+def whole_sequences() -> Tensor:
+    return torch.randint(3, VOCAB, (2, 16), generator=torch.Generator().manual_seed(6))
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral"])
+@pytest.mark.parametrize("order", ["alm", "mla"])
+def test_it_goes_together_with_swapped_attention_and_experts_in_any_order(
+    order: str, family: str, saved: Callable[[str], str], pool4: RankPool
+) -> None:
+    """Mixtral has no plain feed-forward block; its vocabulary is cut."""
+    folder, ids = saved(family), whole_sequences()
+    model = load(folder)
+    expected = model(ids, labels=ids, use_cache=False)
+    expected.loss.backward()
+    results = pool4.run(run_with_all, (folder, order), timeout=120)
+    logits = unshard_sequence([results[0][0], results[2][0]], "ring")
+    assert_close(logits, expected.logits.detach(), "logits", 2e-5)
+    for rank, (_, grads) in enumerate(results):
+        for name, grad in gradients(model).items():
+            assert_close(grads[name], grad, f"{name} of rank {rank}", 5e-5)
 
 
 class Normalising(LlamaMLP):

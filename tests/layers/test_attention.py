@@ -282,3 +282,19 @@ def test_bf16_stays_close_to_float64(pool4: RankPool) -> None:
     results = pool4.run(run, cases)[0]
     assert all(y.dtype == torch.bfloat16 for y, _ in results)
     check(results, cases, rtol=0.08)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_autocast_runs_it_in_bf16_also_in_pieces(variant: str) -> None:
+    layer = Attention(VARIANTS[variant])
+    with torch.no_grad():
+        for name, value in weights(VARIANTS[variant], torch.float32).items():
+            layer.get_parameter(name).copy_(value)
+    x, _, ids, _ = inputs(Case(VARIANTS[variant], documents=PACKED))
+    x = x.float().requires_grad_()
+    expected = layer(x, None, ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x, None, ids)
+    y.float().sum().backward()
+    assert y.dtype == torch.bfloat16 and all(p.grad.dtype == torch.float32 for p in layer.parameters())
+    assert float((y - expected).detach().abs().max() / expected.detach().abs().max()) < 0.08

@@ -164,6 +164,7 @@ def strided_and_empty(rank: int, world: int, arg: Any) -> None:
     ids = torch.arange(3) + rank
     assert gather_values(ids, group).tolist() == [[r, r + 1, r + 2] for r in range(world)]
     assert sum_values(torch.ones(2), group).tolist() == [world, world]
+    assert sum_values(torch.full((2,), 2**40 + 1), group).tolist() == [world * (2**40 + 1)] * 2  # no float holds it
 
 
 def test_strided_empty_and_integer_tensors_travel_too(pool2: RankPool) -> None:

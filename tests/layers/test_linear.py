@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_comm.errors import ConfigError, InputError
+from moe_comm.kernels.activations import Activation
 from moe_comm.layers.collectives import sum_values
 from moe_comm.layers.dense import DenseMLP
 from moe_comm.layers.linear import ColumnParallelLinear, RowParallelLinear, enter
@@ -33,7 +34,8 @@ class Case:
     recompute: bool = False
 
 
-KINDS = ("linears", "segments", "dense", "geglu", "from_linears")
+KINDS = ("linears", "segments", "dense", "geglu", "interleaved", "from_linears")
+PAIRS = Activation("interleaved", lambda h: F.silu(h[..., ::2]) * h[..., 1::2], interleaved=True)
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +66,15 @@ class Block(nn.Module):
 class Dense(nn.Module):
     """The dense block in the plainest way."""
 
-    def __init__(self, act: Any) -> None:
+    def __init__(self, act: Any, interleaved: bool = False) -> None:
         super().__init__()
-        self.act = act
+        self.act, self.interleaved = act, interleaved
         self.w13 = nn.Parameter(draw(2 * WIDTH, HIDDEN, seed=5, dtype=torch.float64))
         self.w2 = nn.Parameter(draw(HIDDEN, WIDTH, seed=6, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = (x @ self.w13.t()).chunk(2, -1)
+        h = x @ self.w13.t()
+        gate, up = (h[..., ::2], h[..., 1::2]) if self.interleaved else h.chunk(2, -1)
         return (self.act(gate) * up) @ self.w2.t()
 
 
@@ -82,7 +85,7 @@ def whole(kind: str) -> nn.Module:
         columns, rows = nn.Linear(HIDDEN, WIDTH * (1 + gated)), nn.Linear(WIDTH, HIDDEN)
         model: nn.Module = Block(RMSNorm(HIDDEN), columns, rows, gated).double()
     else:
-        model = Dense(F.gelu if kind == "geglu" else F.silu)
+        model = Dense(F.gelu if kind == "geglu" else F.silu, kind == "interleaved")
     with torch.no_grad():
         for i, parameter in enumerate(model.parameters()):
             parameter.copy_(draw(*parameter.shape, seed=10 + i, dtype=torch.float64))
@@ -107,7 +110,7 @@ def cut(case: Case, rank: int, world: int, group: Any) -> tuple[nn.Module, dict[
             down.weight.copy_(full.w2)
         model = DenseMLP.from_linears(gate, up, down, group, sequence_dim=dim)
     else:
-        activation = "geglu" if case.kind == "geglu" else "swiglu"
+        activation = {"geglu": "geglu", "interleaved": PAIRS}.get(case.kind, "swiglu")
         model = DenseMLP(HIDDEN, WIDTH, group, activation, sequence_dim=dim, dtype=torch.float64)
         for name, sharding in model.shardings().items():
             model.get_parameter(name).data = sharding.take(full.get_parameter(name).data, {"tp": rank}, {"tp": world})
@@ -228,8 +231,18 @@ def test_a_dense_block_refuses_linears_that_it_cannot_hold() -> None:
         DenseMLP.from_linears(gate, nn.Linear(4, 8), down)
     with pytest.raises(InputError, match=r"got \(8, 4\), \(8, 4\), \(4, 6\)"):
         DenseMLP.from_linears(gate, gate, nn.Linear(6, 4, bias=False))
+    with pytest.raises(InputError, match="needs a gated activation; got gelu"):
+        DenseMLP.from_linears(gate, gate, down, activation="gelu")
     with pytest.raises(ConfigError, match="unknown activation 'swish'"):
         DenseMLP(4, 8, activation="swish")
+
+
+def test_a_dense_block_of_linears_stands_as_its_activation_wants() -> None:
+    gate, up, down = nn.Linear(4, 8, bias=False), nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False)
+    x = draw(3, 4)
+    expected = down(F.silu(gate(x)) * up(x))
+    for activation in ("swiglu", PAIRS):
+        torch.testing.assert_close(DenseMLP.from_linears(gate, up, down, None, activation)(x), expected)
 
 
 def test_autocast_runs_the_dense_block_in_bf16() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import replace
 from functools import lru_cache
 
@@ -18,7 +19,7 @@ from moe_comm.layers.initialize import initialize
 from moe_comm.layers.sequence import shard_sequence
 from moe_comm.layers.shard import shardings_of
 from moe_comm.layers.transformer import ModelPlan, Transformer
-from moe_comm.topology import ParallelConfig
+from moe_comm.topology import FoldedMesh, ParallelConfig
 from tests.layers.tiny import (
     BATCH,
     BY_WEIGHT,
@@ -224,8 +225,6 @@ def test_the_meta_device_gives_the_same_parameters_and_no_memory() -> None:
 
 def dry(rank: int, world: int, mapping: ParallelConfig) -> bool:
     """Whether the parameters of this rank have the shapes that their shardings say, with no memory."""
-    from moe_comm.topology import FoldedMesh
-
     mesh = FoldedMesh(mapping)
     model = Transformer(TINY, ModelPlan.of(mesh, device="meta"))
     shardings = shardings_of(model)
@@ -237,6 +236,25 @@ def dry(rank: int, world: int, mapping: ParallelConfig) -> bool:
 
 def test_a_mapping_is_built_on_the_meta_device_rank_by_rank(pool4: RankPool) -> None:
     assert all(pool4.run(dry, ParallelConfig(tp=2, dp=2, etp=2, ep=2)))
+
+
+def copies(rank: int, world: int, mapping: ParallelConfig) -> None:
+    mesh = FoldedMesh(mapping)
+    model = Transformer(TIED, ModelPlan.of(mesh, backend="all_to_all"))
+    initialize(model, seed=3)
+    copied = deepcopy(model)
+    ids = own(batch(False)[0], model.plan)
+    assert ids is not None
+    assert torch.equal(copied(ids), model(ids))
+    assert copied.plan is model.plan and copied.head.weight is copied.embed.weight
+    with torch.no_grad():
+        copied.embed.weight.zero_()
+    assert bool(model.embed.weight.any())
+
+
+def test_a_copy_has_its_own_weights_and_the_same_groups(pool4: RankPool) -> None:
+    pool4.run(copies, ParallelConfig(tp=2, cp=2, ep=2))
+    pool4.run(copies, ParallelConfig(cp=2, dp=2, ep=4))
 
 
 @pytest.mark.parametrize("config", [TINY, LATENT, DENSE, TIED, PARALLEL], ids=["gqa", "mla", "dense", "tied", "par"])

@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,15 @@ import torch
 import torch.distributed as dist
 
 from moe_comm.errors import ConfigError, InputError, PeerDied
-from moe_comm.runtime.launch import STORE_VARIABLE, RankFailed, available_cores, init_ranks, launch, under_torchrun
+from moe_comm.runtime.launch import (
+    STORE_VARIABLE,
+    Interrupted,
+    RankFailed,
+    available_cores,
+    init_ranks,
+    launch,
+    under_torchrun,
+)
 
 
 def sum_of_ranks(offset: int) -> dict[str, Any]:
@@ -130,6 +140,96 @@ def test_a_bug_in_a_rank_comes_with_its_traceback() -> None:
 def test_a_rank_that_ends_silently_is_the_cause_and_not_what_its_peers_saw(how: str, told: str) -> None:
     with pytest.raises(RankFailed, match=rf"^rank 1 \(pid \d+\) {told}"):
         launch(fail, (how,), ranks=2)
+
+
+def fail_at_first(folder: str, how: str, times: int) -> tuple[int, int]:
+    """Rank 1 fails ``times`` times; what it did before is found in ``folder``."""
+    with init_ranks("cpu", timeout_s=60) as ranks:
+        Path(folder, f"{ranks.rank}.{ranks.restarts}").touch()
+        if ranks.rank == 1 and ranks.restarts < times:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise InputError(f"attempt {ranks.restarts}")
+        total = torch.ones(1)
+        try:
+            dist.all_reduce(total)
+        except RuntimeError as error:
+            raise PeerDied(f"rank 1 is gone: {error}") from error
+        return int(total), ranks.restarts
+
+
+@pytest.mark.parametrize("how", ["killed", "raised"])
+def test_a_failed_rank_has_all_started_again_and_meeting_anew(how: str, tmp_path: Path) -> None:
+    assert launch(fail_at_first, (str(tmp_path), how, 1), ranks=2, restarts=2) == [(2, 1), (2, 1)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.0", "0.1", "1.0", "1.1"]
+
+
+def test_after_the_last_restart_its_own_cause_is_raised(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"^rank 1: attempt 1$"):
+        launch(fail_at_first, (str(tmp_path), "raised", 5), ranks=2, restarts=1)
+
+
+def test_one_rank_with_restarts_has_a_process_of_its_own() -> None:
+    (pid,) = launch(os.getpid, ranks=1, restarts=1)
+    assert pid != os.getpid()
+
+
+def stop_when_told(folder: str, how: str) -> str:
+    """Ends with a result at SIGINT and SIGTERM, or fails there, or knows nothing of them."""
+    with init_ranks("cpu", timeout_s=60) as ranks:
+        told = threading.Event()
+        if how != "default":
+            for kind in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(kind, lambda number, frame: told.set())
+        Path(folder, str(ranks.rank)).touch()
+        if not told.wait(60):
+            return "nobody told it"
+        if how == "fails":
+            raise InputError("could not finish")
+        dist.barrier()
+        return "finished"
+
+
+def signal_when_ready(folder: Path, kind: signal.Signals) -> threading.Thread:
+    """Send ``kind`` to this process when both ranks are up."""
+
+    def send() -> None:
+        end = time.monotonic() + 60
+        while len(list(folder.iterdir())) < 2 and time.monotonic() < end:
+            time.sleep(0.005)
+        os.kill(os.getpid(), kind)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_ranks_that_finish_when_told_to_stop_return_their_results(tmp_path: Path, restarts: int) -> None:
+    """At once, where torch's agent would wait 30 s for ranks that are done and wait for each other, and kill them."""
+    thread = signal_when_ready(tmp_path, signal.SIGTERM)
+    assert launch(stop_when_told, (str(tmp_path), "finishes"), ranks=2, restarts=restarts) == ["finished"] * 2
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "restarts"),
+    [("finishes", signal.SIGINT, 0), ("default", signal.SIGTERM, 0), ("default", signal.SIGTERM, 1)],
+)
+def test_otherwise_a_signal_is_an_interruption(tmp_path: Path, how: str, kind: signal.Signals, restarts: int) -> None:
+    """Ctrl-C always is; ranks that were ended by the signal are not started again."""
+    thread = signal_when_ready(tmp_path, kind)
+    with pytest.raises(Interrupted, match=f"stopped by {kind.name}") as caught:
+        launch(stop_when_told, (str(tmp_path), how), ranks=2, restarts=restarts)
+    assert caught.value.number == kind
+    thread.join()
+
+
+def test_an_error_on_the_way_out_is_told(tmp_path: Path) -> None:
+    thread = signal_when_ready(tmp_path, signal.SIGTERM)
+    with pytest.raises(InputError, match="could not finish"):
+        launch(stop_when_told, (str(tmp_path), "fails"), ranks=2, restarts=1)
+    thread.join()
 
 
 @pytest.mark.parametrize("ranks", [0, -1, 10**6])

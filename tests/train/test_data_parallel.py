@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from moe_comm.errors import ConfigError
-from moe_comm.topology import FoldedMesh, ParallelConfig, Sharding, row_range
+from moe_comm.topology import FoldedMesh, ParallelConfig, Sharding, Split, row_range
 from moe_comm.train.optim import OptimizerOptions
 from moe_comm.train.parallel import DataParallel, DataParallelOptions
 from tests.pool import RankFailure, RankPool
@@ -387,13 +387,22 @@ def fsdp_of(rank: int, world: int, what: str) -> None:
     if what == "mixed":
         shardings = {"dense": Sharding((2, 2)), "expert": Sharding((2, 2), expert=True)}
         DataParallel(Toy(shardings, mesh), shardings, mesh, DataParallelOptions("fsdp"))
+    elif what == "empty":
+        shardings = {
+            "experts.w2": Sharding((3, 2), (Split(0, "ep", sizes=(3, 0)),), expert=True),
+            "norm.weight": Sharding((2,)),
+        }
+        mesh = FoldedMesh(ParallelConfig(dp=2, ep=2))
+        DataParallel(Toy(shardings, mesh), shardings, mesh, DataParallelOptions("fsdp"))
     else:
         first, second = Stage([0]), Stage([1])
         second.layers["1"].up = first.layers["0"].up
         DataParallel([first, second], {}, mesh, DataParallelOptions("fsdp"))
 
 
-@pytest.mark.parametrize(("what", "said"), [("mixed", "module of their own"), ("shared", "its own copy")])
+@pytest.mark.parametrize(
+    ("what", "said"), [("mixed", "module of their own"), ("shared", "its own copy"), ("empty", "on every rank")]
+)
 def test_fsdp_refuses_what_it_cannot_spread(pool2, what, said):
     with pytest.raises(RankFailure, match=said) as failure:
         pool2.run(fsdp_of, what)

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from moe_comm.dispatch.handshake import digest, meet
 from moe_comm.errors import ConfigError, MoeCommError, UnsupportedModel
+from moe_comm.layers.attention import Attention
 from moe_comm.layers.collectives import channel_of, gather_values, group_size
 from moe_comm.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from moe_comm.layers.linear import ColumnParallelLinear, ParallelModule, RowParallelLinear, enter
@@ -93,8 +94,8 @@ def swap_linears(model: nn.Module, group: ProcessGroup | None = None, *, vocabul
         ``model``.
 
     Raises:
-        UnsupportedModel: no block that can be cut, or one whose forward does not allow it, is quantised, is replaced,
-            or has dropout inside; nothing was changed.
+        UnsupportedModel: neither a block nor a vocabulary that can be cut, or a block whose forward does not allow it,
+            is quantised, is replaced, or has dropout inside; nothing was changed.
         ConfigError: already swapped, or a width does not divide by the ranks; nothing was changed.
         RankMismatch: ranks hold different models; nothing was changed.
         PeerDied, PeerTimeout: a rank does not take part.
@@ -127,7 +128,11 @@ def swap_linears(model: nn.Module, group: ProcessGroup | None = None, *, vocabul
 def swapped_linears(model: nn.Module) -> dict[str, nn.Module]:
     """What ``swap_linears`` put into ``model``, by module name; empty before."""
     kinds = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, _Head)
-    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+    # What swap_attention put there is of the same kinds.
+    inside = {id(child) for module in model.modules() if isinstance(module, Attention) for child in module.modules()}
+    return {
+        name: module for name, module in model.named_modules() if isinstance(module, kinds) and id(module) not in inside
+    }
 
 
 def gather_linears(model: nn.Module, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -135,7 +140,8 @@ def gather_linears(model: nn.Module, state: Mapping[str, Tensor] | None = None) 
 
     Args:
         model: what ``swap_linears`` returned.
-        state: to complete: what ``gather_state_dict`` gave where ``swap_moe`` was used too; else the model's own.
+        state: to complete: what ``gather_state_dict`` gave where ``swap_moe`` was used too, with what
+            ``gather_attention`` gave in its place where ``swap_attention`` was; else the model's own.
     """
     full = {key: value.detach().cpu() for key, value in (state or model.state_dict()).items()}
     for name, module in swapped_linears(model).items():
@@ -196,7 +202,7 @@ def _refuse(
     kind, world = type(model).__name__, group_size(group)
     if swapped_linears(model):
         raise ConfigError(f"{kind} is already swapped; swap a freshly loaded model, or see gather_linears")
-    if not blocks:
+    if not blocks and not ends:
         known = "; ".join(f"{', '.join(columns)} and {row}" for columns, row in BLOCKS)
         raise UnsupportedModel(f"{kind} has no feed-forward block of plain linears; looked for {known}")
     for name, (columns, row) in blocks.items():

@@ -114,7 +114,12 @@ def _documents(
                 f"attention_mask must be {list(shape)}, 0 for padding, this rank's part of the sequence; got "
                 f"{list(mask.shape)}. A mask of another form cannot be combined with swapped attention."
             )
-        found = Documents.of(mask.long(), cp_group, context)
+        found = Documents.of(mask.bool().long(), cp_group, context)
+        if bool((found.whole_BS.diff(dim=1).clamp(min=0).sum(1) + found.whole_BS[:, 0] > 1).any()):
+            raise InputError(
+                "attention_mask hides tokens in the middle of a row; swapped attention takes padding at either end "
+                "of it only. To pack documents, leave the mask out and give position_ids that start again."
+            )
     elif positions is not None:
         if positions.shape not in (shape, (1, shape[1])):
             raise InputError(f"position_ids must be {list(shape)} or [1, {shape[1]}]; got {list(positions.shape)}")

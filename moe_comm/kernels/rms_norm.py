@@ -1,0 +1,84 @@
+"""Root-mean-square normalisation (arXiv 1910.07467): y = x / sqrt(mean(x²) + eps) * weight, row by row.
+
+torch has no kernel for it on the CPU: five passes over memory forward and about twelve backward. Here each way is one
+pass; on other devices and dtypes torch's own composition runs. A row's bits depend on that row alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe_comm.kernels.native import core, on_host
+from moe_comm.kernels.swiglu import NATIVE_DTYPES
+from moe_comm.kernels.wanted import wanted_gradients
+
+ROWS_OF_PART = 128
+"""The weight's gradient is summed over this many rows at a time, whatever the number of threads."""
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """[.., D] to the same shape and dtype, computed in fp32 (float64 for float64) and rounded once.
+
+    Args:
+        weight: [D], of any dtype.
+    """
+    if x.dtype in NATIVE_DTYPES and x.is_contiguous() and x.numel() and on_host(x, weight):
+        return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return]
+    return rms_norm_reference(x, weight, eps)
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``rms_norm`` in plain torch."""
+    wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
+    return F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps).to(x.dtype)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        weight = weight.contiguous()
+        weight_D = weight.float()
+        rows, width = x.numel() // x.shape[-1], x.shape[-1]
+        y, scale_R = torch.empty_like(x), torch.empty(rows, dtype=torch.float32)
+        core().rms_norm_forward(
+            x.data_ptr(),
+            weight_D.data_ptr(),
+            y.data_ptr(),
+            scale_R.data_ptr(),
+            rows,
+            width,
+            eps,
+            NATIVE_DTYPES[x.dtype],
+            torch.get_num_threads(),
+        )
+        ctx.save_for_backward(x, weight, scale_R)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale_R = ctx.saved_tensors
+        needs_x, needs_weight, _ = wanted_gradients(ctx)
+        rows, width = scale_R.numel(), x.shape[-1]
+        grad, weight_D = grad.contiguous(), weight.float()
+        grad_x = torch.empty_like(x) if needs_x else None
+        parts_PD = torch.zeros(-(-rows // ROWS_OF_PART), width, dtype=torch.float32) if needs_weight else None
+        core().rms_norm_backward(
+            x.data_ptr(),
+            weight_D.data_ptr(),
+            scale_R.data_ptr(),
+            grad.data_ptr(),
+            0 if grad_x is None else grad_x.data_ptr(),
+            0 if parts_PD is None else parts_PD.data_ptr(),
+            rows,
+            ROWS_OF_PART,
+            width,
+            NATIVE_DTYPES[x.dtype],
+            torch.get_num_threads(),
+        )
+        return grad_x, None if parts_PD is None else parts_PD.sum(0).to(weight.dtype), None

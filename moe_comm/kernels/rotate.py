@@ -1,0 +1,67 @@
+"""The rotation of rotary position embedding (arXiv 2104.09864): each token's heads turned by its angles.
+
+    y1 = x1 cos - x2 sin      x1, x2: halves of a head
+    y2 = x2 cos + x1 sin
+
+One pass over memory in the native core for fp32 on the CPU, any strides; the same bits as plain torch, which runs
+otherwise. Backward is the rotation back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe_comm.kernels.native import core, on_host
+
+
+def rotate_halves(x_BShd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[B, S, heads, d], each token turned by its angles.
+
+    Args:
+        cos, sin: [B or 1, S, d / 2], not differentiated.
+    """
+    fits = x_BShd.dtype == cos.dtype == sin.dtype == torch.float32 and x_BShd.stride(-1) == 1 and x_BShd.numel()
+    if fits and on_host(x_BShd, cos, sin) and not (cos.requires_grad or sin.requires_grad):
+        return _Rotate.apply(x_BShd, cos.contiguous(), sin.contiguous())  # type: ignore[no-any-return]
+    return rotate_halves_reference(x_BShd, cos, sin)
+
+
+def rotate_halves_reference(x_BShd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``rotate_halves`` in plain torch."""
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+    first, second = x_BShd.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _turn(x_BShd: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    y_BShd = torch.empty(x_BShd.shape, dtype=x_BShd.dtype)
+    core().rotate(
+        x_BShd.data_ptr(),
+        x_BShd.stride()[:3],
+        y_BShd.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        cos.shape[0] * cos.shape[1],
+        sign,
+        tuple(x_BShd.shape),
+        torch.get_num_threads(),
+    )
+    return y_BShd
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BShd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x_BShd, cos, sin, 1.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BShd: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        grad_BShd = grad_BShd if grad_BShd.stride(-1) == 1 else grad_BShd.contiguous()
+        return _turn(grad_BShd, cos, sin, -1.0), None, None

@@ -1,0 +1,93 @@
+"""RMSNorm and RoPE's rotation in the native core against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_comm.kernels import rms_norm as norm_module
+from moe_comm.kernels.rms_norm import rms_norm, rms_norm_reference
+from moe_comm.kernels.rotate import rotate_halves, rotate_halves_reference
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def ran_native(y: Tensor) -> bool:
+    return type(y.grad_fn).__name__ in ("_RMSNormBackward", "_RotateBackward")
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (5, 2, 32), (300, 40), (2, 130, 129)])
+def test_norm_both_ways_matches_float64(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x, grad = draw(*shape, dtype=dtype).requires_grad_(), draw(*shape, dtype=dtype, seed=1)
+    weight = (1 + draw(shape[-1], dtype=dtype, seed=2)).requires_grad_()
+    y = rms_norm(x, weight, 1e-6)
+    y.backward(grad)
+    wide = [t.detach().double().requires_grad_() for t in (x, weight)]
+    want = rms_norm_reference(*wide, 1e-6)
+    want.backward(grad.double())
+    assert ran_native(y) and y.dtype == dtype
+    assert x.grad is not None and weight.grad is not None
+    assert wide[0].grad is not None and wide[1].grad is not None
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(y.double(), want, rtol=tolerance, atol=2 * tolerance)
+    torch.testing.assert_close(x.grad.double(), wide[0].grad, rtol=tolerance, atol=20 * tolerance)
+    torch.testing.assert_close(weight.grad.double(), wide[1].grad, rtol=4 * tolerance, atol=60 * tolerance)
+
+
+def test_norm_gives_a_row_the_same_bits_in_every_batch_and_with_every_number_of_threads() -> None:
+    x, weight, grad = draw(500, 96), draw(96, seed=1), draw(500, 96, seed=2)
+    found = []
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            leaf, scale = x.clone().requires_grad_(), weight.clone().requires_grad_()
+            y = rms_norm(leaf, scale, 1e-6)
+            y.backward(grad)
+            found.append((y, leaf.grad, scale.grad))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    part = x[37:90].clone().requires_grad_()
+    y = rms_norm(part, weight, 1e-6)
+    y.backward(grad[37:90])
+    assert torch.equal(y, found[0][0][37:90]) and torch.equal(part.grad, found[0][1][37:90])
+
+
+def test_norm_of_tokens_and_weights_of_two_dtypes_keeps_that_of_the_tokens() -> None:
+    x, weight = draw(4, 64, dtype=torch.bfloat16), draw(64, seed=1).requires_grad_()
+    y = rms_norm(x, weight, 1e-6)
+    y.sum().backward()
+    assert y.dtype == torch.bfloat16 and weight.grad is not None and weight.grad.dtype == torch.float32
+
+
+def test_norm_runs_in_plain_torch_for_double_strided_and_empty_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = draw(8)
+    for x in (draw(3, 8, dtype=torch.float64), draw(8, 3).t(), draw(0, 8)):
+        assert not ran_native(rms_norm(x.requires_grad_(), weight, 1e-6))
+    x = draw(3, 8).requires_grad_()
+    torch.testing.assert_close(rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
+    monkeypatch.setattr(norm_module, "on_host", lambda *tensors: False)
+    assert not ran_native(rms_norm(x, weight, 1e-6))
+
+
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("width", [2, 10, 64, 128])
+def test_rotation_both_ways_has_the_bits_of_plain_torch_at_any_strides(width: int, batched: bool) -> None:
+    angles = draw(3 if batched else 1, 5, width // 2, seed=1)
+    cos, sin = angles.cos(), angles.sin()
+    plain = draw(3, 5, 4, width)
+    for x in (plain, draw(3, 4, 5, width).transpose(1, 2), draw(3, 5, 4, width + 6)[..., 3 : 3 + width]):
+        x = x.detach().requires_grad_()
+        y, want = rotate_halves(x, cos, sin), rotate_halves_reference(x, cos, sin)
+        assert ran_native(y) and torch.equal(y, want)
+        grad = draw(3, 4, 5, width, seed=2).transpose(1, 2)
+        (mine,) = torch.autograd.grad(y, x, grad)
+        (theirs,) = torch.autograd.grad(want, x, grad)
+        assert torch.equal(mine, theirs)
