@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -46,6 +47,7 @@ COMMON = (
     "model.ffn=64",
     "model.z_loss=0.001",
     "optimizer.warmup=2",
+    "optimizer.clip=0",  # clipping would hide a wrong scale of all gradients alike
 )
 LR = {"sgd": 0.3, "adamw": 3e-3, "lamb": 1e-2, "muon": 1e-2}
 Parts = dict[str, tuple[tuple[int, ...], list[tuple[Box, Tensor]]]]
@@ -208,6 +210,9 @@ def _row(
     case: Case, optimizer: str, trained: list[_Trained], alone: _Trained, expected: dict[str, Tensor]
 ) -> ParityRow:
     weights = _assemble(trained)
+    missing = [name for name, tensor in weights.items() if tensor.isnan().any()]
+    if missing:
+        raise ConfigError(f"{case.name}: no rank owns all of {', '.join(missing[:3])}, or it is NaN")
     if weights.keys() != expected.keys():
         raise ConfigError(f"{case.name}: weights {sorted(weights.keys() ^ expected.keys())} are on one side only")
     loss = _largest(trained[0].losses, alone.losses)
@@ -227,7 +232,9 @@ def _row(
 
 
 def _largest(found: Sequence[float], expected: Sequence[float]) -> float:
-    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+    """NaN if any of them is: Python's ``max`` would pass over it."""
+    differences = [abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True)]
+    return math.nan if any(map(math.isnan, differences)) else max(differences)
 
 
 def _line(cells: Sequence[Any]) -> str:

@@ -22,13 +22,13 @@ from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.rms_norm import rms_norm
 from moe_comm.layers.collectives import copy_to, group_rank, group_size, sum_over
 from moe_comm.layers.config import AttentionConfig, Context
-from moe_comm.layers.context import ContextSpec, check_heads, context_attention, local_positions
+from moe_comm.layers.context import ContextSpec, check_heads, context_attention
 from moe_comm.layers.linear import ColumnParallelLinear, RowParallelLinear, enter
 from moe_comm.layers.mla import LatentProjections, latent_config
 from moe_comm.layers.norm import RMSNorm
 from moe_comm.layers.recompute import again, again_inside
 from moe_comm.layers.rope import Rope, RopeTable, softmax_scale
-from moe_comm.layers.sequence import Documents
+from moe_comm.layers.sequence import Documents, local_positions
 from moe_comm.topology import Sharding, Split
 
 

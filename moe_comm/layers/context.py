@@ -22,28 +22,7 @@ from moe_comm.errors import ConfigError, InputError
 from moe_comm.layers.collectives import group_size, swap_dims
 from moe_comm.layers.config import Context
 from moe_comm.layers.ring import RingSpec, ring_attention
-from moe_comm.layers.sequence import (
-    Documents,
-    check_context,
-    chunks_of,
-    local_positions,
-    shard_sequence,
-    unshard_sequence,
-    zigzag_positions,
-)
-
-__all__ = [
-    "ContextSpec",
-    "Documents",
-    "check_heads",
-    "chunks_of",
-    "context_attention",
-    "local_attention",
-    "local_positions",
-    "shard_sequence",
-    "unshard_sequence",
-    "zigzag_positions",
-]
+from moe_comm.layers.sequence import Documents, check_context
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ operands and results stand at equally aligned addresses: BLAS adds in another or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,16 @@ class _Call:
 
 def _aligned(x: Tensor) -> Tensor:
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def _align(x: Tensor) -> Callable[[Tensor], Tensor]:
+    """What makes slices of ``x`` along its first dimension aligned. There may be hundreds, so they are asked once."""
+    every = x.data_ptr() % ALIGNMENT == 0 and x.stride(0) * x.element_size() % ALIGNMENT == 0
+    return _as_it_is if every else _aligned
 
 
 def _slices(x_E: Tensor | None, num_experts: int) -> Sequence[Tensor | None]:
@@ -80,19 +90,19 @@ class _GroupedMLP(torch.autograd.Function):
         keep = call.keep_h
         h_RG = warm_rows(rows_RD.shape[0] if keep else largest, width_h, dtype, device)
         scratch_RF = warm_rows(largest, width, dtype, device)
+        aligned_rows, aligned_w13, aligned_w2 = _align(rows_RD), _align(w13_EGD), _align(w2_EDF)
         w13, w2 = w13_EGD.unbind(0), w2_EDF.unbind(0)
         b13, b2 = _slices(b13_EG, experts), _slices(b2_ED, experts)
-        start = 0
+        rows, out = rows_RD.split(call.sizes), out_RD.split(call.sizes)
+        kept = h_RG.split(call.sizes) if keep else None
         for e, size in enumerate(call.sizes):
             if not size:
                 continue
-            stop = start + size
-            h = h_RG[start:stop] if keep else h_RG[:size]
+            h = h_RG[:size] if kept is None else kept[e]
             act = scratch_RF[:size]
-            _mm(_aligned(rows_RD[start:stop]), _aligned(w13[e]).t(), h, b13[e])
+            _mm(aligned_rows(rows[e]), aligned_w13(w13[e]).t(), h, b13[e])
             call.activation.forward(h, act)
-            _mm(act, _aligned(w2[e]).t(), out_RD[start:stop], b2[e])
-            start = stop
+            _mm(act, aligned_w2(w2[e]).t(), out[e], b2[e])
         ctx.save_for_backward(rows_RD, w13_EGD, w2_EDF, b13_EG, b2_ED, h_RG if keep else None)
         ctx.call = call
         return out_RD
@@ -121,7 +131,11 @@ class _GroupedMLP(torch.autograd.Function):
         w13, w2, b13 = w13_EGD.unbind(0), w2_EDF.unbind(0), _slices(b13_EG, experts)
         gw13, gw2, gb13, gb2 = (_slices(g, experts) for g in (grad_w13, grad_w2, grad_b13, grad_b2))
         through = needs_rows or needs_w13 or needs_b13
-        start = 0
+        aligned_rows, aligned_grad = _align(rows_RD), _align(grad_RD)
+        aligned_w13, aligned_w2 = _align(w13_EGD), _align(w2_EDF)
+        every_rows, every_grad = rows_RD.split(call.sizes), grad_RD.split(call.sizes)
+        every_h = None if h_RG is None else h_RG.split(call.sizes)
+        every_grad_rows = None if grad_rows_RD is None else grad_rows_RD.split(call.sizes)
         for e, size in enumerate(call.sizes):
             if not size:
                 # Zeros, not None: an optimizer or a reduction over ranks treats the expert like any other.
@@ -129,18 +143,17 @@ class _GroupedMLP(torch.autograd.Function):
                     if empty is not None:
                         empty.zero_()
                 continue
-            stop = start + size
-            rows, grad = _aligned(rows_RD[start:stop]), _aligned(grad_RD[start:stop])
+            rows, grad = aligned_rows(every_rows[e]), aligned_grad(every_grad[e])
             w13_GD, w2_DF = w13[e], w2[e]
             act, grad_h = act_RF[:size], grad_h_RG[:size]
-            if h_RG is not None:
-                h = h_RG[start:stop]
+            if every_h is not None:
+                h = every_h[e]
             else:
                 assert again_RG is not None
                 h = again_RG[:size]
-                _mm(rows, _aligned(w13_GD).t(), h, b13[e])
+                _mm(rows, aligned_w13(w13_GD).t(), h, b13[e])
             if through:
-                _mm(grad, _aligned(w2_DF), act)
+                _mm(grad, aligned_w2(w2_DF), act)
                 # The activation takes the place of its gradient, which is read first.
                 call.activation.backward(h, act, grad_h, act)
             elif needs_w2:
@@ -153,9 +166,8 @@ class _GroupedMLP(torch.autograd.Function):
                 _mm(grad_h.t(), rows, into)
             if (into := gb13[e]) is not None:
                 torch.sum(grad_h, 0, out=into)
-            if grad_rows_RD is not None:
-                _mm(grad_h, _aligned(w13_GD), grad_rows_RD[start:stop])
-            start = stop
+            if every_grad_rows is not None:
+                _mm(grad_h, aligned_w13(w13_GD), every_grad_rows[e])
         return grad_rows_RD, grad_w13, grad_w2, grad_b13, grad_b2, None
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_comm.errors import ConfigError
-from moe_comm.layers.losses import gather_counts
+from moe_comm.layers.collectives import gather_values
 from moe_comm.layers.moe import MoELayer
 from moe_comm.layers.state import state_key
 
@@ -75,7 +75,7 @@ def take_loads(module: nn.Module, group: ProcessGroup | None = None) -> dict[str
     if not layers:
         return {}
     counted = torch.cat([torch.cat([m.router.load_E, m.dropped_total.view(1)]) for _, m in layers])
-    totals = gather_counts(counted, group, "counting the load of experts").sum(0)
+    totals = gather_values(counted, group, "counting the load of experts").sum(0)
     found = {}
     for (name, layer), part in zip(layers, totals.split([m.router.load_E.numel() + 1 for _, m in layers]), strict=True):
         layer.router.load_E.zero_()

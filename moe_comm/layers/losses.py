@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm.dispatch import DispatchOptions
-from moe_comm.dispatch.channel import Channel
 from moe_comm.errors import InputError
+from moe_comm.layers.collectives import gather_values
 
 
 class _AttachLoss(torch.autograd.Function):
@@ -53,24 +52,11 @@ def global_counts(
     """``counts_E``, tokens and sequences summed over ``group`` (None: as they are). Collective, one message.
 
     Raises:
-        PeerDied, PeerTimeout: a rank is gone, or did not call within ``DispatchOptions``' default deadline.
+        PeerDied, PeerTimeout: a rank is gone, or did not call within ``CollectiveOptions.timeout_s``.
     """
     every = torch.cat([counts_E, counts_E.new_tensor([num_tokens, num_sequences])])
-    every = gather_counts(every, group, "the router's count of tokens per expert").sum(0)
+    every = gather_values(every, group, "the router's count of tokens per expert").sum(0)
     return every[:-2], every[-2], every[-1]
-
-
-def gather_counts(counts: Tensor, group: ProcessGroup | None, doing: str) -> Tensor:
-    """[W, ...] the ``counts`` of every rank of ``group``; None is this rank alone. Collective.
-
-    Raises:
-        PeerDied, PeerTimeout: a rank is gone, or did not call within ``DispatchOptions``' default deadline.
-    """
-    if group is None or dist.get_world_size(group) == 1:
-        return counts.unsqueeze(0)
-    # Not a bare all_reduce: that waits for half an hour, and its errors name no rank.
-    channel = Channel(group, dist.get_rank(group), dist.get_world_size(group), DispatchOptions().timeout_s)
-    return channel.all_gather(counts, doing)
 
 
 def load_balance_loss(probs_TE: Tensor, counts_E: Tensor, num_tokens: Tensor) -> Tensor:
@@ -113,7 +99,7 @@ def sequence_balance_loss(
     spread = sequence_group is not None and dist.get_world_size(sequence_group) > 1
     if spread:
         here = torch.tensor([num_sequences, ids_TK.shape[1]], device=ids_TK.device)
-        given = gather_counts(here, sequence_group, "the router's number of sequences")[:, 0].tolist()
+        given = gather_values(here, sequence_group, "the router's number of sequences")[:, 0].tolist()
         if len(set(given)) > 1:
             raise InputError(
                 f"the ranks over which sequences are spread must hold a piece of each, but have {given} sequences"
@@ -125,7 +111,7 @@ def sequence_balance_loss(
     counts_BE = torch.zeros(num_sequences, experts + 1, dtype=torch.int64, device=ids_TK.device)
     counts_BE.scatter_add_(1, shifted_BS, torch.ones_like(shifted_BS))
     counts_BE[:, 0] = tokens  # instead of the dropped slots
-    counts_BE = gather_counts(counts_BE, sequence_group, "the router's count per sequence").sum(0)
+    counts_BE = gather_values(counts_BE, sequence_group, "the router's count per sequence").sum(0)
     length_B1 = counts_BE[:, :1].clamp(min=1)
     scale_B1 = experts / (ids_TK.shape[1] * length_B1.double())
     fraction_BE = counts_BE[:, 1:].to(probs_TE.dtype) * scale_B1.to(probs_TE.dtype)

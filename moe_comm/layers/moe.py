@@ -35,7 +35,7 @@ from moe_comm.dispatch.channel import Channel
 from moe_comm.dispatch.deferred import DeferredDispatcher
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.layers.autocast import compute_dtype
-from moe_comm.layers.collectives import group_rank
+from moe_comm.layers.collectives import channel_of, gather_values, group_rank
 from moe_comm.layers.experts import Experts, Part
 from moe_comm.layers.linear import ParallelModule
 from moe_comm.layers.losses import attach_loss
@@ -356,7 +356,7 @@ class MoELayer(ParallelModule):
         group = self.router.group
         if group is None or self.capacity is None or self.capacity.scope != "batch":
             return None
-        return Channel(group, dist.get_rank(group), dist.get_world_size(group), self.dispatcher.options.timeout_s)
+        return channel_of(group)
 
     def _note(self, layout: Layout) -> None:
         etp = self.sizes["etp"]
@@ -368,8 +368,4 @@ class MoELayer(ParallelModule):
 def _same_seed(group: ProcessGroup | None) -> int:
     """A seed from this process's generator; that of the group's first rank. Collective."""
     seed = torch.randint(2**31, (), device="cpu")
-    if group is not None and dist.get_world_size(group) > 1:
-        kinds = {device.type for device in group._device_types}
-        seed = seed if "cpu" in kinds else seed.cuda()
-        dist.broadcast(seed, group=group, group_src=0)
-    return int(seed)
+    return int(gather_values(seed, group, "agreeing on a seed")[0])

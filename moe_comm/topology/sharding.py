@@ -59,6 +59,9 @@ class Sharding:
 
     def __post_init__(self) -> None:
         side = EXPERT_AXES if self.expert else ATTENTION_AXES
+        for what in ([split.dim for split in self.splits], [split.axis for split in self.splits]):
+            if len(set(what)) < len(what):
+                raise ConfigError(f"a dimension is cut by one axis, and an axis cuts one dimension; got {self.splits}")
         for split in self.splits:
             if split.axis not in side[:-1]:
                 raise ConfigError(f"{split.axis} does not cut parameters of this side; its axes are {side[:-1]}")

@@ -124,7 +124,12 @@ def build(
         data_parallel.owned(),
         mesh,
         OptimizerOptions(
-            o.kind, o.betas, o.eps, o.weight_decay, o.momentum, nesterov=o.kind == "muon" and o.momentum > 0
+            o.kind,
+            o.betas,
+            o.eps,
+            o.weight_decay,
+            o.momentum_of_kind,
+            nesterov=o.kind == "muon" and o.momentum_of_kind > 0,
         ),
     )
     runner = make_runner(

@@ -188,7 +188,7 @@ def _ranks(
         strategy=config.parallel.sharding,
         itemsize=DTYPES[config.model.dtype].itemsize,
         full_precision=FULL_PRECISION,
-        optimizer=OptimizerOptions(o.kind, momentum=o.momentum),
+        optimizer=OptimizerOptions(o.kind, momentum=o.momentum_of_kind),
         accumulates=config.data.micro_batches > 1,
         pipeline=mapping.pp > 1,
     )

@@ -84,7 +84,9 @@ class RunFolder:
     def save_result(self, result: Mapping[str, object]) -> None:
         unknown = [key for key, value in result.items() if isinstance(value, float) and math.isnan(value)]
         known = dict(result) | dict.fromkeys(unknown)
-        (self.path / "result.json").write_text(json.dumps(known, indent=2, default=str) + "\n", encoding="utf-8")
+        fresh = self.path / "result.json.partial"
+        fresh.write_text(json.dumps(known, indent=2, default=str) + "\n", encoding="utf-8")
+        os.replace(fresh, self.path / "result.json")
 
 
 def _choose(config: TrainConfig) -> Path:

@@ -16,7 +16,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from moe_comm.errors import ConfigError, MoeCommError, NonFiniteLoss
+from moe_comm.errors import ConfigError, MoeCommError, NonFiniteLoss, UnsupportedModel
 from moe_comm.layers.config import TransformerConfig
 from moe_comm.layers.flops import count_model
 from moe_comm.runtime.gemm import gemm_flops
@@ -67,13 +67,14 @@ def open_corpus(config: TrainConfig, ranks: Ranks) -> Corpus:
         ConfigError: on every rank, where the text or the tokenizer cannot be used.
     """
     settings = corpus_settings(config.data, config.run.seed)
-    answer = ""
-    if ranks.is_first:
+
+    def prepare() -> str:
         try:
-            answer = "+" + "\n".join(map(str, prepare_all(settings)))
+            return "+" + "\n".join(map(str, prepare_all(settings)))
         except MoeCommError as error:
-            answer = str(error)
-    answer = ranks.text_from_first(answer)
+            return str(error)
+
+    answer = ranks.while_first(prepare)
     if not answer.startswith("+"):
         raise ConfigError(answer)
     return Corpus.open(answer[1:].split("\n"), settings)
@@ -115,13 +116,13 @@ def _train(
                 status = trainer.fit()
                 interrupted = status == "interrupted"  # who asked to stop is not made to wait
                 validation_loss = None if interrupted else trainer.evaluate()
-                _save_end(trainer, saver, folder, ranks)
+                _save_end(trainer, saver, folder, ranks, progress)
         except BaseException as error:
             if ranks.is_first:
                 ended = {"status": "failed", "error": f"{type(error).__name__}: {error}", "steps": trainer.next_step}
                 folder.save_result(ended | _versions())
             if isinstance(error, NonFiniteLoss):  # raised by all ranks together: they can still save what was good
-                _save_end(trainer, saver, folder, ranks)
+                _save_end(trainer, saver, folder, ranks, progress)
                 _close(machinery)
             raise
         _close(machinery)
@@ -164,29 +165,36 @@ def _resume(config: TrainConfig, saver: RunSaver, progress: Progress) -> int:
     return step
 
 
-def _save_end(trainer: Trainer, saver: RunSaver, folder: RunFolder, ranks: Ranks) -> None:
-    """A last checkpoint, unless the loop has just made it, and from it the model for others to load. Collective."""
+def _save_end(trainer: Trainer, saver: RunSaver, folder: RunFolder, ranks: Ranks, progress: Progress) -> None:
+    """A last checkpoint, unless the loop has just made it, and from it the model for others to load. Collective.
+
+    A model that no Hugging Face family has is in the checkpoint alone.
+    """
     latest = saver.latest()
     if latest is None or latest.name != f"step-{trainer.next_step:08d}":
         saver.save(trainer.next_step)
         saver.finish()
         latest = saver.latest()
-    fault = ""
-    if ranks.is_first:
+
+    def export() -> str:
         from moe_comm.train.export import export_checkpoint  # transformers: a second that other ranks need not spend
 
         try:
             assert latest is not None, "a save that did not fail left a checkpoint"
             folder.save_model(lambda fresh: export_checkpoint(latest, fresh))
+        except UnsupportedModel as error:
+            progress.say(f"no model folder, only checkpoints: {error}")
         except MoeCommError as error:
-            fault = str(error)
-    if fault := ranks.text_from_first(fault):
+            return str(error)
+        return ""
+
+    if fault := ranks.while_first(export):
         raise MoeCommError(f"the model could not be written: {fault}")
 
 
 def _sample(config: TrainConfig, corpus: Corpus, folder: RunFolder) -> str:
-    """Load the saved model as anyone would, and draw a text from it."""
-    if not config.run.sample_tokens:
+    """Load the saved model as anyone would, and draw a text from it; "" where there is none."""
+    if not config.run.sample_tokens or not folder.model.exists():
         return ""
     from moe_comm.train import sample
 

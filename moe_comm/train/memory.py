@@ -188,6 +188,7 @@ class Activations:
     With "full" a layer keeps its input, D. Beside what is in flight, one layer is held whole while its backward runs.
 
     tokens: of a rank's own in a micro-batch. itemsize: bytes of an element. tp: ranks that share heads.
+    native_norms: norms run in the native core, as on the CPU, and keep no fp32 copy.
     """
 
     config: TransformerConfig
@@ -195,11 +196,12 @@ class Activations:
     itemsize: int
     tp: int = 1
     recompute: Recompute = "none"
+    native_norms: bool = False
 
     def kept(self, layers: Sequence[int], has_head: bool) -> int:
         """Bytes for one pass of one micro-batch through a stage, without ``loss``."""
         total = sum(self._layer(layer, self.recompute) for layer in layers)
-        head = self.config.hidden * (2 * self.itemsize + MASTER) if has_head else 0
+        head = self.config.hidden * (2 * self.itemsize + self._wide) if has_head else 0
         return round(self.tokens * (total + head))
 
     def loss(self) -> int:
@@ -221,11 +223,16 @@ class Activations:
         everything = recompute == "none"
         norms = 1 if config.parallel_block else 2
         inputs = norms * c * config.hidden
-        attention = _attention(config.attention, c, everything)
+        attention = _attention(config.attention, c, everything, self._wide)
         if everything:
-            inputs += norms * MASTER * config.hidden
+            inputs += norms * self._wide * config.hidden
             inputs += c * config.hidden * (self.tp if config.attention.mla is None else 1)
         return inputs + attention + (self._dense if layer in config.dense_layers else self._moe)(everything)
+
+    @property
+    def _wide(self) -> int:
+        """Bytes of an element that a norm keeps in fp32."""
+        return 0 if self.native_norms else MASTER
 
     def _dense(self, everything: bool) -> float:
         kept = 2 * self.config.dense_ffn
@@ -247,7 +254,7 @@ class Activations:
         return c * kept + scores + (MASTER * moe.hidden if everything and c < MASTER else 0)
 
 
-def _attention(config: AttentionConfig, c: int, everything: bool) -> float:
+def _attention(config: AttentionConfig, c: int, everything: bool, wide: int) -> float:
     """Bytes per token of what lies between the norm and the output projection."""
     heads, mla = config.heads, config.mla
     if mla is not None:
@@ -258,7 +265,7 @@ def _attention(config: AttentionConfig, c: int, everything: bool) -> float:
     queries, keys = heads * config.head_dim, config.kv_heads * config.head_dim
     kept = c * (2 * queries + 2 * keys) + MASTER * heads
     if config.qk_norm == "full":
-        kept += 2 * MASTER * (queries + keys)
+        kept += (MASTER + wide) * (queries + keys)
     elif config.qk_norm == "head" and everything:
-        kept += MASTER * (queries + keys)
+        kept += max(wide, c) * (queries + keys)
     return kept

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -12,8 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm.errors import PeerDied, PeerTimeout, RankMismatch
+from moe_comm.errors import MoeCommError, PeerDied, PeerTimeout, RankMismatch
 from moe_comm.runtime.meter import COMMUNICATION
+
+ASK_S = 0.5
+"""Seconds between two questions whether the first rank is done."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,38 @@ class Ranks:
             data = torch.empty(max(int(size), 1), dtype=torch.uint8)
         dist.broadcast(data, 0)
         return bytes(data[: int(size)].numpy()).decode()
+
+    def while_first(self, work: Callable[[], str]) -> str:
+        """What ``work`` returned on rank 0, on every rank, however long it takes. Collective.
+
+        The others do not sit in one collective, which has a deadline; they ask again and again.
+        """
+        if self.world_group is None:
+            return work()
+        found: list[str | BaseException] = []
+
+        def run() -> None:
+            try:
+                found.append(work())
+            except BaseException as error:
+                found.append(error)
+
+        thread = threading.Thread(target=run, name="first-rank", daemon=True)
+        if self.is_first:
+            thread.start()
+        done = torch.zeros(1)
+        while not done:
+            if self.is_first:
+                thread.join(ASK_S)
+            done = self.sum(torch.tensor([float(bool(found))]))
+        mine = found[0] if found else ""
+        failed = isinstance(mine, BaseException)
+        told = self.text_from_first(f"{'-' if failed else '+'}{mine}")
+        if isinstance(mine, BaseException):
+            raise mine
+        if told.startswith("-"):
+            raise MoeCommError(f"rank 0 failed: {told[1:]}")
+        return told[1:]
 
     def check_equal(self, what: str, digest: int, advice: str) -> None:
         """Raise ``RankMismatch`` on every rank unless ``digest`` (below 2**63) is the same everywhere."""

@@ -172,7 +172,7 @@ class OptimizerSection(Section):
 
     schedule: "cosine" or "linear" down to ``final_lr`` x lr at the last step; "wsd": constant, then linear over the
         last ``decay`` steps; "constant".
-    betas, eps: AdamW and LAMB. momentum: SGD and Muon. weight_decay: on matrices only.
+    betas, eps: AdamW and LAMB. momentum: SGD and Muon; None: 0 and 0.95. weight_decay: on matrices only.
     clip: largest global gradient norm, 0 for any.
     """
 
@@ -184,9 +184,14 @@ class OptimizerSection(Section):
     final_lr: float = Field(default=0.1, ge=0, le=1)
     betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False)
     eps: float = Field(default=1e-8, gt=0)
-    momentum: float = Field(default=0.0, ge=0, lt=1)
+    momentum: float | None = Field(default=None, ge=0, lt=1)
     weight_decay: float = Field(default=0.1, ge=0)
     clip: float = Field(default=1.0, ge=0)
+
+    @property
+    def momentum_of_kind(self) -> float:
+        """``momentum``, or what is usual for the optimizer."""
+        return self.momentum if self.momentum is not None else 0.95 if self.kind == "muon" else 0.0
 
     @model_validator(mode="after")
     def _betas(self) -> Self:

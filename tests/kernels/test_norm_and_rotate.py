@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.kernels import rms_norm as norm_module
+from moe_comm.kernels.native import core
 from moe_comm.kernels.rms_norm import rms_norm, rms_norm_reference
 from moe_comm.kernels.rotate import rotate_halves, rotate_halves_reference
 
@@ -15,6 +16,11 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def grad_of(leaf: Tensor) -> Tensor:
+    assert leaf.grad is not None
+    return leaf.grad
 
 
 def ran_native(y: Tensor) -> bool:
@@ -29,15 +35,13 @@ def test_norm_both_ways_matches_float64(dtype: torch.dtype, shape: tuple[int, ..
     y = rms_norm(x, weight, 1e-6)
     y.backward(grad)
     wide = [t.detach().double().requires_grad_() for t in (x, weight)]
-    want = rms_norm_reference(*wide, 1e-6)
+    want = rms_norm_reference(wide[0], wide[1], 1e-6)
     want.backward(grad.double())
     assert ran_native(y) and y.dtype == dtype
-    assert x.grad is not None and weight.grad is not None
-    assert wide[0].grad is not None and wide[1].grad is not None
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(y.double(), want, rtol=tolerance, atol=2 * tolerance)
-    torch.testing.assert_close(x.grad.double(), wide[0].grad, rtol=tolerance, atol=20 * tolerance)
-    torch.testing.assert_close(weight.grad.double(), wide[1].grad, rtol=4 * tolerance, atol=60 * tolerance)
+    torch.testing.assert_close(grad_of(x).double(), grad_of(wide[0]), rtol=tolerance, atol=20 * tolerance)
+    torch.testing.assert_close(grad_of(weight).double(), grad_of(wide[1]), rtol=4 * tolerance, atol=60 * tolerance)
 
 
 def test_norm_gives_a_row_the_same_bits_in_every_batch_and_with_every_number_of_threads() -> None:
@@ -50,21 +54,40 @@ def test_norm_gives_a_row_the_same_bits_in_every_batch_and_with_every_number_of_
             leaf, scale = x.clone().requires_grad_(), weight.clone().requires_grad_()
             y = rms_norm(leaf, scale, 1e-6)
             y.backward(grad)
-            found.append((y, leaf.grad, scale.grad))
+            found.append((y, grad_of(leaf), grad_of(scale)))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     part = x[37:90].clone().requires_grad_()
     y = rms_norm(part, weight, 1e-6)
     y.backward(grad[37:90])
-    assert torch.equal(y, found[0][0][37:90]) and torch.equal(part.grad, found[0][1][37:90])
+    assert torch.equal(y, found[0][0][37:90]) and torch.equal(grad_of(part), found[0][1][37:90])
+
+
+def test_every_instruction_set_gives_the_same_bits() -> None:
+    native = core()
+    x, weight, grad = draw(40, 70), draw(70, seed=1), draw(40, 70, seed=2)
+    heads, angles = draw(2, 5, 3, 24), draw(1, 5, 12, seed=3)
+    found = []
+    best = native.isa()
+    try:
+        for name in native.isas():
+            assert native.set_isa(name)
+            leaf, scale = x.clone().requires_grad_(), weight.clone().requires_grad_()
+            y = rms_norm(leaf, scale, 1e-6)
+            y.backward(grad)
+            found.append((y, grad_of(leaf), grad_of(scale), rotate_halves(heads, angles.cos(), angles.sin())))
+    finally:
+        native.set_isa(best)
+    for others in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
 
 
 def test_norm_of_tokens_and_weights_of_two_dtypes_keeps_that_of_the_tokens() -> None:
     x, weight = draw(4, 64, dtype=torch.bfloat16), draw(64, seed=1).requires_grad_()
     y = rms_norm(x, weight, 1e-6)
     y.sum().backward()
-    assert y.dtype == torch.bfloat16 and weight.grad is not None and weight.grad.dtype == torch.float32
+    assert y.dtype == torch.bfloat16 and grad_of(weight).dtype == torch.float32
 
 
 def test_norm_runs_in_plain_torch_for_double_strided_and_empty_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

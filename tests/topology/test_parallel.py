@@ -28,6 +28,17 @@ def legal(world: int) -> Iterator[ParallelConfig]:
             yield ParallelConfig(tp, cp, dp, pp, ep, etp)
 
 
+@pytest.mark.parametrize("world", [4, 6, 8, 12])
+def test_groups_that_coincide_do_so_for_every_rank(world: int) -> None:
+    """Each rank makes a group of the same ranks once, and all must have made as many before any that they share."""
+    for config in legal(world):
+        patterns = set()
+        for rank in range(world):
+            first = {config.group_of(rank, *axes): place for place, axes in reversed(list(enumerate(GROUPS)))}
+            patterns.add(tuple(first[config.group_of(rank, *axes)] for axes in GROUPS))
+        assert len(patterns) == 1, config
+
+
 @pytest.mark.parametrize("world", range(1, 65))
 def test_every_legal_mapping(world: int) -> None:
     """The two sides fold onto the same stages in every mapping; groups are right for every grid of either side."""

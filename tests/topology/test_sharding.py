@@ -130,6 +130,9 @@ def test_wrong_cuts_are_refused_with_both_numbers() -> None:
         Sharding((6,), (Split(0, "ep", sizes=(3, 2)),), expert=True).boxes(place, sizes)
     with pytest.raises(ConfigError, match="ep does not cut parameters of this side"):
         Sharding((6,), (Split(0, "ep"),))
+    for twice in ((Split(0, "tp"), Split(0, "cp")), (Split(0, "tp"), Split(1, "tp"))):
+        with pytest.raises(ConfigError, match="a dimension is cut by one axis"):
+            Sharding((8, 8), twice)
     with pytest.raises(ConfigError, match="dimension 2 is cut"):
         Sharding((6, 6), (Split(2, "tp"),))
     with pytest.raises(ConfigError, match=r"shape \(6,\); got \(5,\)"):

@@ -179,6 +179,16 @@ def test_only_rank_0_prints_and_ends_with_the_losses_beside_the_entropy(
     assert isinstance(make_progress(False, 1), Silent)
 
 
+def test_a_model_that_no_family_has_is_trained_and_kept_in_its_checkpoint(
+    settings: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = run(None, [*settings, "run.steps=1", "run.sample_tokens=9", "model.parallel_block=true"])
+    assert (result.status, result.sample) == ("finished", "")
+    assert {path.name for path in result.folder.iterdir()} == FILES - {"model"}
+    assert latest(result.folder / "checkpoints") is not None
+    assert "no model folder, only checkpoints: no Hugging Face family has parallel blocks" in capsys.readouterr().out
+
+
 def _signal_at(kind: signal.Signals, step: int) -> Callable[[StepReport], None]:
     """Sends a signal to this process after the given step."""
 

@@ -190,7 +190,7 @@ def fits(held: Held) -> bool:
         ConfigError: an expert parameter of which some rank has none, on every rank.
     """
     for split in held.sharding.splits:
-        if False:
+        if held.sharding.expert and split.sizes is not None and 0 in split.sizes:
             # FSDP there would have a unit less, gather the next block's weights earlier, and wait for the other ranks
             # while they wait for it in the dispatch.
             raise ConfigError(

@@ -1,0 +1,110 @@
+"""``bench train`` end to end at a tiny size: every contestant trains the same model, and the report's arithmetic."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moe_comm.bench import train
+from moe_comm.bench.case import WrongAnswer
+from moe_comm.bench.train_settings import RIVALS, TRAIN_PEERS, TRAIN_PRESETS, TrainBench
+from moe_comm.cli import run
+from moe_comm.errors import ConfigError
+
+pytest.importorskip("transformers")
+
+TINY = TrainBench(
+    ranks=2,
+    hidden=64,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    experts=8,
+    top_k=2,
+    ffn=32,
+    vocab=300,
+    seq_len=32,
+    batch=2,
+    warmup=1,
+    steps=2,
+    peers=("hf_ep_fsdp2", "hf_fsdp2", "hf_ddp", "one_process", "hf_one_process"),
+)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One whole run at two ranks, as the command does it; read back from its file."""
+    path = tmp_path_factory.mktemp("bench") / "out.json"
+    returned = train.main(TINY, str(path))
+    read: dict[str, Any] = json.loads(path.read_text())
+    assert read == returned
+    return read
+
+
+def test_all_contestants_have_our_loss_before_and_after_updates(found: dict[str, Any]) -> None:
+    assert set(found["peers"]) == set(TINY.peers) and found["skipped"] == {}
+    assert all(row["loss_rel_diff"] < 1e-5 for row in found["peers"].values())
+    assert len(found["losses"]) == 3 and found["losses"][-1] < found["losses"][0]
+
+
+def test_rates_and_speedups_follow_from_the_times(found: dict[str, Any]) -> None:
+    for row in (found, *found["peers"].values()):
+        assert row["tokens_per_s"] == pytest.approx(TINY.tokens / row["step_ms"] * 1e3)
+        assert row["mfu"] == pytest.approx(row["tokens_per_s"] * found["flops_per_token"] / found["gemm_gflops"] * 1e-9)
+    for row in found["peers"].values():
+        assert row["speedup"] == pytest.approx(row["step_ms"] / found["step_ms"])
+    rivals = {name: row["speedup"] for name, row in found["peers"].items() if name in RIVALS}
+    assert found["speedup"] == min(rivals.values()) == rivals[found["best_peer"]]
+    assert found["speedup_over_all"] == min(row["speedup"] for row in found["peers"].values())
+
+
+def test_the_parts_of_a_step_add_up(found: dict[str, Any]) -> None:
+    step = found["step"]
+    parts = ("compute", "communication", "data", "checkpoint", "loop")
+    # Medians of each part by itself, so only about.
+    assert sum(step[part] for part in parts) == pytest.approx(1, abs=0.2)
+    assert sum(step["seconds"][part] for part in parts) == pytest.approx(step["seconds"]["total"], rel=0.2)
+    assert 0 < step["communication"] < step["compute"] + 1 and step["checkpoint"] == 0
+
+
+def test_contestants_whose_losses_differ_are_refused() -> None:
+    def turn(name: str, *losses: float) -> Any:
+        return SimpleNamespace(kind=SimpleNamespace(name=name), losses=list(losses))
+
+    train._check([turn("moe_comm", 5.0), turn("other", 5.004)])
+    train._check([turn("moe_comm", 5.0, 4.0), turn("other", 5.0, 4.03)])
+    with pytest.raises(WrongAnswer, match=r"other: the loss of step 1 is 5\.006 but ours is 5"):
+        train._check([turn("moe_comm", 5.0), turn("other", 5.006)])
+    with pytest.raises(WrongAnswer, match="step 2"):
+        train._check([turn("moe_comm", 5.0, 4.0), turn("other", 5.0, float("nan"))])
+
+
+def test_on_one_rank_only_loops_of_one_process_are_compared() -> None:
+    names, skipped = train.wanted(replace(TINY, ranks=1, peers=TRAIN_PEERS))
+    assert names == ["moe_comm", "hf_one_process"]
+    assert set(skipped) == set(TRAIN_PEERS) - {"hf_one_process"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"peers": ("nobody",)}, "unknown peer 'nobody'"),
+        ({"experts": 7}, "experts must divide by ranks"),
+        ({"sharding": "zero3"}, "unknown sharding 'zero3'"),
+        ({"steps": 0}, "steps must be at least 1"),
+        ({"vocab": 100}, "vocab must be at least 257"),
+    ],
+)
+def test_impossible_settings_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(TINY, **change)
+
+
+def test_presets_are_possible_and_the_command_names_its_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    assert all(TrainBench(**preset).tokens > 0 for preset in TRAIN_PRESETS.values())
+    assert run(["bench", "train", "--peer", "nobody"]) == 2
+    assert "unknown peer 'nobody'" in capsys.readouterr().err
