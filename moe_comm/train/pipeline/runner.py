@@ -232,9 +232,9 @@ class Pipeline:
         return self._result(len(batches))
 
     def close(self) -> None:
-        """Give the process group back. Collective over the pipeline, after its last step."""
+        """Give back the buffers. Not the process group: torch would name the next one like it, and gloo would then
+        find what this one left in the store and wait for ever."""
         self._built = None
-        dist.destroy_process_group(self._group)
 
     @property
     def _holds_last(self) -> bool:
