@@ -102,8 +102,8 @@ LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 """AdamW, the same for all: decay on matrices, no warm-up, no clipping."""
 
 TRAIN_PRESETS: dict[str, dict[str, Any]] = {
-    "comm": {"hidden": 256, "heads": 4, "kv_heads": 2, "experts": 128, "top_k": 8, "ffn": 64, "batch": 8},
+    "comm": {"hidden": 256, "heads": 4, "kv_heads": 2, "experts": 32, "top_k": 8, "ffn": 128, "batch": 8},
     "compute": {"hidden": 512, "heads": 8, "kv_heads": 4, "experts": 8, "top_k": 2, "ffn": 1024, "batch": 4},
 }
-"""Communication-heavy: 128 experts, eight a token, each a quarter as wide as the model, as in Qwen3-Next; every token
-travels. Compute-heavy: few wide experts, as in Mixtral. One to two seconds a step on a core of 75 GFLOP/s."""
+"""Communication-heavy: eight of many small experts a token, which travels to all of them. Compute-heavy: few wide
+experts, as in Mixtral. One to two seconds a step on a core of 75 GFLOP/s."""
