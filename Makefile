@@ -17,10 +17,10 @@ PINS := build/constraints.txt
 TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} ONEDNN_MAX_CPU_ISA=$${ONEDNN_MAX_CPU_ISA:-AVX512_CORE_BF16}
 CPP_FILES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help install build train test lint format sanitize neon bench clean
+.PHONY: help install build train test slow lint format sanitize neon bench clean
 help:
 	@echo "make train     install, build, and train a small MoE model on real text (CONFIG=$(CONFIG))"
-	@echo "make test      all tests (TEST_ARGS='-m \"not slow\"' for fewer)"
+	@echo "make test      the tests of every change                     make slow     those that take minutes"
 	@echo "make lint      ruff, mypy, clang-format, import-linter        make format   fix what they can fix"
 	@echo "make sanitize  the native core's tests under ASan, UBSan, TSan"
 	@echo "make neon      the same tests for aarch64, under qemu (Debian: g++-aarch64-linux-gnu qemu-user)"
@@ -51,7 +51,10 @@ train: build
 	$(BIN)/moe-comm train $(CONFIG)
 
 test: build
-	$(TEST_ENV) $(BIN)/python -m pytest --durations=15 $(TEST_ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest --durations=15 -m "not slow" $(TEST_ARGS)
+
+slow: build
+	$(TEST_ENV) $(BIN)/python -m pytest --durations=15 -m slow $(TEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

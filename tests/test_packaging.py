@@ -130,7 +130,6 @@ def test_ci_tells_passed_from_no_test_ran(
     assert bool(told) or not done.stderr
 
 
-@pytest.mark.slow
 def test_a_wheel_built_in_isolation_works_where_only_it_is_installed(tmp_path: Path) -> None:
     source = tmp_path / "source"
     ignore = shutil.ignore_patterns("*.so", "__pycache__")

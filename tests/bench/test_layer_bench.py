@@ -56,7 +56,6 @@ def test_one_rank_compares_whole_copies_and_says_why_the_rest_is_missing() -> No
     assert "more than one rank" in found["skipped"]["hf_all_to_all"]
 
 
-@pytest.mark.slow
 def test_peak_memory_holds_at_least_weights_and_gradients() -> None:
     settings = replace(TINY, ranks=1, tokens=256, hidden=256, ffn=512, experts=8)
     weights_mib = settings.experts * 3 * settings.hidden * settings.ffn * 4 / 2**20
