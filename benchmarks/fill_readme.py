@@ -104,7 +104,7 @@ def train_block(folder: Path) -> str:
     for preset in ("comm", "compute"):
         found = load(folder, f"train-{preset}")
         s = found["settings"]
-        shape = f"D {s['hidden']}, F {s['ffn']}, E {s['experts']}, K {s['top_k']}, {s['layers']} layers"
+        shape = f"D {s['hidden']}, F {s['ffn']}, E {s['experts']}, K {s['top_k']}, batch {s['ranks']} x {s['batch']}"
         ours = {"tokens_per_s": found["tokens_per_s"], "mfu": found["mfu"], "step_ms": found["step_ms"]}
         for name, one in {"**moe_comm**": ours, **found["peers"]}.items():
             speedup = f"{one['speedup']:.2f}x" if "speedup" in one else ""
@@ -118,7 +118,7 @@ def train_block(folder: Path) -> str:
     s = found["settings"]
     lines += [
         "",
-        f"fp32, {s['ranks']} ranks of one thread, {s['batch']} sequences of {s['seq_len']} tokens a rank, AdamW; "
+        f"fp32, {s['ranks']} ranks of one thread, {s['layers']} layers, sequences of {s['seq_len']} tokens, AdamW; "
         "medians of rounds in which the trainers take turns. Of our step, "
         f"{'; '.join(shares)}. {where(found, folder)}.",
     ]
