@@ -145,7 +145,7 @@ def test_a_wheel_built_in_isolation_works_where_only_it_is_installed(tmp_path: P
     (wheel,) = tmp_path.glob("moe_comm-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert any(re.fullmatch(r"moe_comm/_C\..*\.so", name) for name in names)
-    assert {"moe_comm/py.typed", "moe_comm/_C.pyi", "moe_comm/cli.py"} <= set(names)
+    assert {"moe_comm/py.typed", "moe_comm/_C.pyi", "moe_comm/cli/__init__.py"} <= set(names)
     top = {name.split("/")[0] for name in names}
     assert {name for name in top if not name.endswith(".dist-info")} == {"moe_comm"}
     site = tmp_path / "site"
