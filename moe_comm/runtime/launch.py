@@ -33,6 +33,7 @@ from moe_comm.errors import ConfigError, MoeCommError, PeerError
 from moe_comm.runtime import cpu_guard
 
 RESTARTS_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
+AGENT_STORE_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
 STORE_VARIABLE = "MOE_COMM_STORE"
 """Path of the file through which the ranks that ``launch`` started meet."""
 STOPPING = "stopping"
@@ -342,9 +343,12 @@ def init_ranks(device: str | None = None, timeout_s: float = 300.0) -> Iterator[
 
     Raises:
         ConfigError: unknown device, or fewer GPUs than ranks on this host.
+        PeerTimeout: under torchrun, a rank did not come.
     """
     import torch
     import torch.distributed as dist
+
+    from moe_comm.runtime import attempt
 
     cpu_guard.apply()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -368,6 +372,9 @@ def init_ranks(device: str | None = None, timeout_s: float = 300.0) -> Iterator[
         # Ranks that are started again must not meet what those before them left in the file.
         path = f"{os.environ[STORE_VARIABLE]}.{restarts}"
         store = dist.FileStore(path, world)
+    elif os.environ.get(AGENT_STORE_VARIABLE) == "True":
+        address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        store = attempt.join(address, rank, world, timeout_s)
     where: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": world}
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **where)

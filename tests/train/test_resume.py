@@ -301,7 +301,7 @@ def test_sigterm_saves_and_exits_0_and_resume_goes_on(
     assert losses_of(folder) == uninterrupted
 
 
-@pytest.mark.parametrize("launcher", ["ours", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("launcher", ["ours", "torchrun"])
 def test_a_killed_rank_is_started_again_and_goes_on_from_the_last_checkpoint(
     settings: list[str], uninterrupted: list[float], launcher: str
 ) -> None:
