@@ -1,0 +1,170 @@
+"""Rows cut into tiles, and which ranks' rows each tile holds. Everything is computed on whole arrays of numpy.
+
+512 local experts with rows of 64 ranks have 32768 segments and are cut in milliseconds; nothing here loops over rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from moe_comm.errors import ConfigError
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How rows are cut into tiles. A tile never holds rows of two experts.
+
+    tile_rows: rows of a tile at most.
+    extra_tiles: share of additional tiles that an expert may get so that its tiles do not mix ranks: 0 cuts only where
+        that costs no tile, 0.25 allows a quarter more, ``math.inf`` always cuts. Cuts are tried from fine to coarse:
+        between all ranks; where the ring jumps, that is between the rows that come last and the first; nowhere.
+    """
+
+    tile_rows: int
+    extra_tiles: float = 0.0
+
+    def __post_init__(self) -> None:
+        at_least_one("tile_rows", self.tile_rows)
+        if not self.extra_tiles >= 0:
+            raise ConfigError(f"extra_tiles must be a share of at least 0; got {self.extra_tiles!r}")
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """N lists of whole numbers, end to end: list i is ``values[offsets[i]:offsets[i + 1]]``."""
+
+    offsets: Ints
+    values: Ints
+
+    @classmethod
+    def of_counts(cls, counts_N: Ints, values: Ints) -> Ragged:
+        return cls(np.concatenate(([0], np.cumsum(counts_N))), values)
+
+    @classmethod
+    def empty(cls, num: int) -> Ragged:
+        return cls(np.zeros(num + 1, np.int64), np.zeros(0, np.int64))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> tuple[int, ...]:
+        return tuple(self.values[self.offsets[index] : self.offsets[index + 1]].tolist())
+
+    def take(self, order_N: Ints) -> Ragged:
+        """The lists in another order."""
+        counts_N = np.diff(self.offsets)[order_N]
+        return Ragged.of_counts(counts_N, self.values[_spans(self.offsets[order_N], counts_N)])
+
+    def owners(self) -> Ints:
+        """For each value the list it is in."""
+        return np.repeat(np.arange(len(self)), np.diff(self.offsets))
+
+    def extreme(self, ufunc: np.ufunc, of_F: NDArray[np.generic]) -> NDArray[np.generic]:
+        """``ufunc`` (``np.maximum``, ``np.minimum``) over ``of_F[values]`` of each list; 0 for an empty one."""
+        result = np.zeros(len(self), of_F.dtype)
+        filled = np.flatnonzero(np.diff(self.offsets))
+        if len(filled):  # lists without values take no room, so the filled ones lie end to end
+            result[filled] = ufunc.reduceat(of_F[self.values], self.offsets[filled])
+        return result
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """Tiles in the order of rows. ``flags``: the (rank, chunk) pairs whose rows each holds; ``ranks``: the ranks."""
+
+    expert_N: Ints
+    first_row_N: Ints
+    end_row_N: Ints
+    flags: Ragged
+    ranks: Ragged
+
+    @classmethod
+    def of(cls, rows_EWC: Ints, stage_F: Ints, cut: Cut) -> Tiles:
+        """Cut rows that stand by (expert, rank, chunk). ``stage_F``: step of each (rank, chunk), all different."""
+        rows_EF = rows_EWC.reshape(-1, stage_F.size)
+        begins_EF = _begins(rows_EF, stage_F, cut)
+        pieces = np.flatnonzero(begins_EF)
+        starts = _starts(rows_EF.reshape(-1))
+        rows_P = np.add.reduceat(rows_EF.reshape(-1), pieces) if len(pieces) else np.zeros(0, np.int64)
+        tiles_P = -(-rows_P // cut.tile_rows)
+        piece_N = np.repeat(np.arange(len(pieces)), tiles_P)
+        first_P = starts[pieces]
+        first_N = _spans(np.zeros_like(tiles_P), tiles_P) * cut.tile_rows + first_P[piece_N]
+        end_N = np.minimum(first_N + cut.tile_rows, (first_P + rows_P)[piece_N])
+        flags, ranks = (_touched(first_N, end_N, rows) for rows in (rows_EF, rows_EWC.sum(2)))
+        return cls(pieces[piece_N] // stage_F.size, first_N, end_N, flags, ranks)
+
+
+def _begins(rows_EF: Ints, stage_F: Ints, cut: Cut) -> NDArray[np.bool_]:
+    """Where a new piece begins, which tiles do not cross: the finest of three ways that an expert can afford."""
+    num_experts, num_flags = rows_EF.shape
+    nowhere, jumps, everywhere = (np.zeros(num_flags, bool), np.zeros(num_flags, bool), np.ones(num_flags, bool))
+    nowhere[0] = jumps[0] = True
+    jumps[1:] = stage_F[1:] != stage_F[:-1] + 1
+    begins_EF = np.tile(nowhere, (num_experts, 1))
+    # Times and not plus: an expert of three tiles may get none more at 0.25, one of four may get one.
+    most_E = -(-rows_EF.sum(1) // cut.tile_rows) * (1 + cut.extra_tiles) if np.isfinite(cut.extra_tiles) else np.inf
+    for begins_F in (jumps, everywhere):
+        rows_EP = np.add.reduceat(rows_EF, np.flatnonzero(begins_F), axis=1)
+        begins_EF[(-(-rows_EP // cut.tile_rows)).sum(1) <= most_E] = begins_F
+    return begins_EF
+
+
+def chunk_rows(rows_W: ArrayLike, chunks: int, align: int = 1) -> Ints:
+    """Rows of each chunk of each shard, int64 [W, chunks]: even, and cut at multiples of ``align`` within the shard.
+
+    Chunks are empty where a shard has fewer than ``chunks`` blocks of ``align`` rows.
+    """
+    at_least_one("chunks", chunks)
+    at_least_one("align", align)
+    rows_W = np.asarray(rows_W, np.int64)
+    blocks_W = -(-rows_W // align)
+    ends = np.minimum(blocks_W[:, None] * np.arange(chunks + 1) // chunks * align, rows_W[:, None])
+    rows_WC: Ints = np.diff(ends, axis=1)
+    return rows_WC
+
+
+def column_slices(columns: int, slices: int, align: int = 1) -> tuple[range, ...]:
+    """The columns of each slice: even, cut at multiples of ``align`` (a kernel's block), none empty.
+
+    Raises:
+        ConfigError: fewer blocks of ``align`` columns than slices.
+    """
+    for name, value in (("columns", columns), ("slices", slices), ("align", align)):
+        at_least_one(name, value)
+    blocks = -(-columns // align)
+    if blocks < slices:
+        raise ConfigError(f"{columns} columns in blocks of {align} make {blocks} slices at most; got slices={slices}")
+    ends = [min(blocks * part // slices * align, columns) for part in range(slices + 1)]
+    return tuple(range(first, end) for first, end in itertools.pairwise(ends))
+
+
+def _touched(first_N: Ints, end_N: Ints, rows_EX: Ints) -> Ragged:
+    """Which columns of ``rows_EX`` have rows in each tile. Rows stand by (expert, column)."""
+    filled = np.flatnonzero(rows_EX)
+    ends = np.cumsum(rows_EX.reshape(-1))[filled]
+    low_N = np.searchsorted(ends, first_N, side="right")
+    high_N = np.searchsorted(ends, end_N, side="left") + 1
+    return Ragged.of_counts(high_N - low_N, filled[_spans(low_N, high_N - low_N)] % rows_EX.shape[1])
+
+
+def _starts(counts: Ints) -> Ints:
+    """Sum of all counts before each."""
+    return np.cumsum(counts) - counts
+
+
+def _spans(first_N: Ints, counts_N: Ints) -> Ints:
+    """first, first + 1, ... first + count - 1 of each, end to end."""
+    spans: Ints = np.arange(counts_N.sum()) + np.repeat(first_N - _starts(counts_N), counts_N)
+    return spans
+
+
+def at_least_one(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} must be a whole number of at least 1; got {value!r}")
