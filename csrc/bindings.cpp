@@ -8,6 +8,7 @@
 #include "cpu/communicator.h"
 #include "cpu/dlpack.h"
 #include "cpu/errors.h"
+#include "cpu/exchange.h"
 #include "cpu/heap.h"
 #include "cpu/kernels.h"
 #include "cpu/pool.h"
@@ -201,6 +202,29 @@ PYBIND11_MODULE(_C, m) {
                           pointer<float>(weights), weight_grads, pointer<float>(grad_weights));
         });
         return block_tensor(t.heap_ptr(), block, layout.rows, layout.hidden, layout.dtype);
+      });
+
+  py::class_<Exchange>(m, "Exchange")
+      .def(py::init<std::shared_ptr<Communicator>, int>(), py::arg("communicator"), py::arg("threads"))
+      .def("copy",
+           [](Exchange& e, const std::array<int64_t, kComparedWords>& compared, std::string label, int64_t fault,
+              std::string text, uintptr_t x, int64_t bytes, int64_t first, int64_t part, uintptr_t y) {
+             const Op op = make_op(compared, std::move(label), fault, std::move(text));
+             py::gil_scoped_release release;
+             e.copy(op, {pointer<char>(x), bytes}, first, part, pointer<char>(y));
+           })
+      .def("sum",
+           [](Exchange& e, const std::array<int64_t, kComparedWords>& compared, std::string label, int64_t fault,
+              std::string text, uintptr_t x, int64_t bytes, int64_t first, int64_t count, int dtype, uintptr_t y) {
+             const Op op = make_op(compared, std::move(label), fault, std::move(text));
+             py::gil_scoped_release release;
+             e.sum(op, {pointer<char>(x), bytes}, first, count, dtype, pointer<char>(y));
+           })
+      .def("all_sum", [](Exchange& e, const std::array<int64_t, kComparedWords>& compared, std::string label,
+                         int64_t fault, std::string text, uintptr_t x, int64_t bytes, int dtype) {
+        const Op op = make_op(compared, std::move(label), fault, std::move(text));
+        py::gil_scoped_release release;
+        e.all_sum(op, {pointer<char>(x), bytes}, dtype);
       });
 
   m.def(

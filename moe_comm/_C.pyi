@@ -110,6 +110,42 @@ class Transfer:
         /,
     ) -> Any: ...
 
+class Exchange:
+    """Collectives of equal parts over one communicator. ``x``: what this rank offers, in its own heap; ``first`` and
+    ``part`` in bytes, ``first`` and ``count`` in elements."""
+
+    def __init__(self, communicator: Communicator, threads: int) -> None: ...
+    def copy(
+        self,
+        compared: Sequence[int],
+        label: str,
+        fault: int,
+        text: str,
+        x: int,
+        bytes: int,
+        first: int,
+        part: int,
+        y: int,
+        /,
+    ) -> None: ...
+    def sum(
+        self,
+        compared: Sequence[int],
+        label: str,
+        fault: int,
+        text: str,
+        x: int,
+        bytes: int,
+        first: int,
+        count: int,
+        dtype: int,
+        y: int,
+        /,
+    ) -> None: ...
+    def all_sum(
+        self, compared: Sequence[int], label: str, fault: int, text: str, x: int, bytes: int, dtype: int, /
+    ) -> None: ...
+
 def swiglu_forward(h: int, h_stride: int, act: int, rows: int, width: int, dtype: int, threads: int) -> None: ...
 def swiglu_backward(
     h: int, h_stride: int, grad_act: int, grad_h: int, act: int, rows: int, width: int, dtype: int, threads: int

@@ -25,9 +25,14 @@ namespace {
 constexpr uint64_t kMagic = 0x6d6f65636f6d6d01;
 constexpr uint32_t kArrived = 1, kReady = 2, kDone = 3, kPerOp = 4;
 constexpr int64_t kLookAround = 100 * 1000 * 1000;  // ns between looks at the peers' pulses
-const char* const kOps[] = {"dispatch", "combine", "combine backward", "dispatch backward"};
+const char* const kOps[] = {"dispatch", "combine", "combine backward", "dispatch backward", "collective"};  // header.py
 
-std::string op_name(int64_t op) { return op >= 0 && op < 4 ? kOps[op] : "an unknown operation"; }
+constexpr int64_t kCollective = 4;
+
+std::string op_name(int64_t op) {
+  const bool known = op >= 0 && op < static_cast<int64_t>(sizeof kOps / sizeof kOps[0]);
+  return known ? kOps[op] : "an unknown operation";
+}
 
 // A header that its owner may be rewriting: words may be of two calls, but each is whole.
 struct Glimpse {
@@ -38,6 +43,12 @@ struct Glimpse {
     if (words[kFaultWord]) return "";
     const char* text = reinterpret_cast<const char*>(words + kTextWord);
     return std::string(text, strnlen(text, sizeof(int64_t) * (kHeaderWords - kTextWord)));
+  }
+  // "combine (call 3) of layer 'moe.1'", "all-reduce of (4, 8) float32 along 0 (call 7)"
+  std::string call() const {
+    const std::string name = label(), number = " (call " + std::to_string(words[1]) + ")";
+    if (words[0] == kCollective && !name.empty()) return name + number;
+    return op_name(words[0]) + number + (name.empty() ? "" : " of layer '" + name + "'");
   }
   int64_t words[kHeaderWords];
 };
@@ -189,9 +200,7 @@ std::string Communicator::describe(int peer) const {
   if (header.words[1] == 0) {
     text += "no call yet";
   } else {
-    text += op_name(header.words[0]) + " (call " + std::to_string(header.words[1]) + ")";
-    const std::string label = header.label();
-    if (!label.empty()) text += " of layer '" + label + "'";
+    text += header.call();
   }
   if (step >= 0) text += " at step " + std::to_string(step);
   const int waits = c.waiting_for.load(std::memory_order_relaxed);
@@ -202,10 +211,8 @@ std::string Communicator::describe(int peer) const {
 std::string Communicator::situation(int culprit) const {
   if (culprit < 0) return "rank " + std::to_string(rank_) + " looked at its peers";
   const Glimpse own(control(rank_).record);
-  const std::string label = own.label();
   const int64_t step = control(rank_).step.load(std::memory_order_relaxed);
-  std::string text = "rank " + std::to_string(rank_) + " in " + op_name(own.words[0]) + " (call " +
-                     std::to_string(own.words[1]) + ")" + (label.empty() ? "" : " of layer '" + label + "'") +
+  std::string text = "rank " + std::to_string(rank_) + " in " + own.call() +
                      (step >= 0 ? " at step " + std::to_string(step) : "") + " waited for rank " +
                      std::to_string(culprit);
   return text;

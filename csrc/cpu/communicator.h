@@ -151,4 +151,27 @@ class Communicator {
   std::mutex mutex_;
 };
 
+// One operation on the communicator (or on none). Left by an exception in the middle, it tells the peers, who would
+// otherwise wait for this rank until their deadline.
+class OpScope {
+ public:
+  explicit OpScope(Communicator* communicator) : communicator_(communicator) {
+    if (!communicator_) return;
+    lock_ = communicator_->lock();
+    communicator_->check_usable();
+  }
+  ~OpScope() {
+    if (communicator_) communicator_->abandon();
+  }
+  OpScope(const OpScope&) = delete;
+  OpScope& operator=(const OpScope&) = delete;
+  void finish() {
+    if (communicator_) communicator_->finish();
+  }
+
+ private:
+  Communicator* communicator_;
+  std::unique_lock<std::mutex> lock_;
+};
+
 }  // namespace moe_comm

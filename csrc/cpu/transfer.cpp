@@ -25,29 +25,6 @@ int64_t grain(const Layout& layout) {
       1, kGrainBytes / std::max<int64_t>(1, layout.top_k * layout.hidden * dtype_bytes(layout.dtype)));
 }
 
-// One operation on the communicator (or on none). Left by an exception in the middle, it tells the peers, who would
-// otherwise wait for this rank until their deadline.
-class OpScope {
- public:
-  explicit OpScope(Communicator* communicator) : communicator_(communicator) {
-    if (!communicator_) return;
-    lock_ = communicator_->lock();
-    communicator_->check_usable();
-  }
-  ~OpScope() {
-    if (communicator_) communicator_->abandon();
-  }
-  OpScope(const OpScope&) = delete;
-  OpScope& operator=(const OpScope&) = delete;
-  void finish() {
-    if (communicator_) communicator_->finish();
-  }
-
- private:
-  Communicator* communicator_;
-  std::unique_lock<std::mutex> lock_;
-};
-
 TokenLoop token_loop(const Layout& layout, const std::vector<char*>& base, int64_t result_bytes) {
   return {layout.place.data(), base.data(), layout.top_k, layout.hidden, layout.dtype, result_bytes > kStreamBytes};
 }

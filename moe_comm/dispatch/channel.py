@@ -66,6 +66,11 @@ class Channel:
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
 
+    def sums(self, x: Tensor) -> bool:
+        """Whether ``all_reduce`` and ``reduce_scatter`` may add up ``x``: as exactly as adding in order of rank in wide
+        precision, or as well as it can be had. Gloo rounds a 16-bit float after every addition, and NCCL does."""
+        return self.wire(x.device).type == "cuda" and x.dtype in (torch.float32, torch.float64)
+
     def all_gather(self, tensor: Tensor, doing: str) -> Tensor:
         """[W, *shape] of equal-sized tensors, on the device of ``tensor``."""
         sent = _as_bytes(tensor.to(self.wire(tensor.device)).contiguous())
@@ -151,7 +156,7 @@ class Channel:
         except MoeCommError:
             raise
         except RuntimeError as error:
-            found = self._explain(str(error), time.monotonic() - begun, doing)
+            found = self.peer_error(str(error), time.monotonic() - begun, doing)
             if found is None:
                 raise
             self.failed = found
@@ -177,7 +182,7 @@ class Channel:
                 self.peers.note(str(self._place), doing)
                 noted = True
 
-    def _explain(self, message: str, waited_s: float, doing: str) -> PeerError | None:
+    def peer_error(self, message: str, waited_s: float, doing: str) -> PeerError | None:
         """Our error for the backend's ``message``; None if it is not about a peer."""
         timed_out, lost = _TIMED_OUT.search(message), _LOST.search(message)
         if not timed_out and not lost:

@@ -29,7 +29,7 @@ from moe_comm.dispatch import header as head
 from moe_comm.dispatch import peers, plain
 from moe_comm.dispatch.base import INVALID_LOGITS, routing_error
 from moe_comm.dispatch.channel import Channel
-from moe_comm.dispatch.header import FAULTS, Header, check
+from moe_comm.dispatch.header import FAULTS, Header, check, fault_word
 from moe_comm.errors import ConfigError, MoeCommError, RankMismatch, RoutingError
 from moe_comm.topology import ExpertPlacement
 
@@ -78,8 +78,7 @@ def meet(
     start = 2 + peers.WORDS
     words[start : start + len(facts)] = list(facts.values())
     if fault is not None:
-        kinds = [i for i, kind in enumerate(FAULTS) if type(fault) is kind]
-        words[start - 1] = 1 + (kinds[0] if kinds else FAULTS.index(ConfigError))
+        words[start - 1] = fault_word(fault, ConfigError)
         raw = str(fault).encode()[:TEXT_BYTES]
         words[start + FACTS :].view(np.uint8)[: len(raw)] = np.frombuffer(raw, np.uint8)
     sent = torch.from_numpy(words).to(channel.control_device)

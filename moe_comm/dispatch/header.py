@@ -18,7 +18,8 @@ import torch
 
 from moe_comm import errors
 
-OPS = ("dispatch", "combine", "combine backward", "dispatch backward")
+COLLECTIVE = "collective"
+OPS = ("dispatch", "combine", "combine backward", "dispatch backward", COLLECTIVE)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FAULTS: tuple[type[errors.MoeCommError], ...] = (
     errors.InputError,
@@ -76,13 +77,19 @@ class Header:
         words = np.zeros(WORDS, np.int64)
         words[:NUM_COMPARED] = self.compared()
         text = self.label
+        words[FAULT_SLOT] = fault_word(self.fault)
         if self.fault is not None:
-            kinds = [i for i, kind in enumerate(FAULTS) if type(self.fault) is kind]
-            words[FAULT_SLOT] = 1 + (kinds[0] if kinds else 0)
             text = str(self.fault)
         raw = text.encode()[: TEXT_WORDS * 8]
         words[TEXT_START:].view(np.uint8)[: len(raw)] = np.frombuffer(raw, np.uint8)
         return words
+
+
+def fault_word(fault: errors.MoeCommError | None, otherwise: type[errors.MoeCommError] = errors.InputError) -> int:
+    """How the class of ``fault`` travels: 0 for none, else 1 + its place in ``FAULTS``, or that of ``otherwise``."""
+    if fault is None:
+        return 0
+    return 1 + FAULTS.index(type(fault) if type(fault) in FAULTS else otherwise)
 
 
 @lru_cache(maxsize=4096)
@@ -124,6 +131,8 @@ def check(headers: Sequence[Words], rank: int, own: Header) -> None:
     for peer, words in enumerate(headers):
         if words[FAULT_SLOT]:
             raise FAULTS[int(words[FAULT_SLOT]) - 1](f"rank {peer}: {_text(words)}")
+    if own.op == COLLECTIVE and len({tuple(words[:NUM_COMPARED]) for words in headers}) > 1:
+        raise _other_collective(headers, rank, own)
     for field in range(NUM_COMPARED):
         values = [int(words[field]) for words in headers]
         if len(set(values)) > 1:
@@ -133,3 +142,26 @@ def check(headers: Sequence[Words], rank: int, own: Header) -> None:
                 f"ranks disagree on {COMPARED[field]} in {own.op} (call {own.seq}){where}: {given}. "
                 "Every rank of a group must make the same calls in the same order with the same settings."
             )
+
+
+def _other_collective(headers: Sequence[Words], rank: int, own: Header) -> errors.RankMismatch:
+    mine = headers[rank][:NUM_COMPARED]
+    others = []
+    for peer, words in enumerate(headers):
+        if (words[:NUM_COMPARED] != mine).any():
+            what = _text(words) if _show(0, words) == COLLECTIVE else f"{_show(0, words)} of layer {_text(words)!r}"
+            others.append(f"rank {peer} in call {words[1]}, {what}")
+    return errors.RankMismatch(
+        f"rank {rank} is in call {own.seq}, {own.label}, but {', '.join(others)}: "
+        "ranks of a group must make the same calls in the same order with the same shapes"
+    )
+
+
+def failure(told: Sequence[bytes], rank: int, own: Header) -> Exception:
+    """The typed error that every rank raises after a handshake that failed in the native core."""
+    headers = [np.frombuffer(words, np.int64) for words in told]
+    try:
+        check(headers, rank, own)
+    except Exception as explained:
+        return explained
+    return RuntimeError("the native core saw ranks disagree, but their headers are equal")

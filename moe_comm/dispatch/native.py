@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from moe_comm.dispatch.base import Layout
-from moe_comm.dispatch.header import FAULTS, Header, check
+from moe_comm.dispatch.header import Header, failure, fault_word
 from moe_comm.errors import RoutingError
 from moe_comm.runtime.shared import DTYPE_CODES, block, native, warm
 
@@ -28,10 +28,21 @@ def _dense(x: Tensor) -> Tensor:
 
 
 class NativeRows:
-    """The three primitives of ``Dispatcher`` on a ``_C.Transfer``."""
+    """The three primitives of ``Dispatcher`` on a ``_C.Transfer``.
 
-    def __init__(self, communicator: Any, heap: _C.Heap, expert_offsets: tuple[int, ...], rank: int) -> None:
+    communicator: None where this process holds all experts. timeout_s: how long it waits for a peer in these calls.
+    """
+
+    def __init__(
+        self,
+        communicator: _C.Communicator | None,
+        heap: _C.Heap,
+        expert_offsets: tuple[int, ...],
+        rank: int,
+        timeout_s: float = math.inf,
+    ) -> None:
         self._core = native()
+        self._communicator, self._timeout_s = communicator, timeout_s
         self.rank = rank
         self.heap = heap
         self._transfer = self._core.Transfer(communicator, heap, list(expert_offsets), threads=torch.get_num_threads())
@@ -45,11 +56,11 @@ class NativeRows:
         tokens, hidden = (x_TD.shape[0], x_TD.shape[1]) if header.fault is None else (0, header.hidden)
         fault, text = 0, ""
         if header.fault is not None:
-            kinds = [i for i, kind in enumerate(FAULTS) if type(header.fault) is kind]
-            fault, text = 1 + (kinds[0] if kinds else 0), str(header.fault)
+            fault, text = fault_word(header.fault), str(header.fault)
         else:
             x_TD = _dense(x_TD)
             ids_TK = ids_TK.to(torch.int64).contiguous()
+        self._begin()
         try:
             capsule, native_layout = self._transfer.send(
                 header.compared(),
@@ -88,6 +99,7 @@ class NativeRows:
         rows_RD = _dense(rows_RD)
         y_TD = warm(layout.num_tokens, layout.hidden, layout.dtype)
         weights_TK = None if weights_TK is None else weights_TK.contiguous()
+        self._begin()
         try:
             self._transfer.sum(
                 header.compared(),
@@ -110,6 +122,7 @@ class NativeRows:
         rows = None if rows_RD is None else _dense(rows_RD)
         weights_TK = weights_TK.contiguous()
         grad_TK = None if rows is None else torch.empty(layout.num_tokens, layout.top_k)
+        self._begin()
         try:
             capsule = self._transfer.spread(
                 header.compared(),
@@ -129,13 +142,14 @@ class NativeRows:
             return torch.from_dlpack(capsule), grad_TK
         return grad_TD.new_empty(layout.num_rows, layout.hidden), grad_TK
 
+    def _begin(self) -> None:
+        # The group's other users have timeouts of their own.
+        if self._communicator is not None:
+            self._communicator.set_timeout(self._timeout_s)
+
     def _explain(self, error: Any, header: Header) -> Exception:
         """The typed error that every rank raises after a failed handshake."""
-        headers = [np.frombuffer(words, np.int64) for words in error.headers]
-        try:
-            check(headers, self.rank, header)
-        except Exception as explained:
-            if len(headers) == 1 and isinstance(explained, RoutingError):
-                return RoutingError(str(explained).removeprefix("rank 0: "))
-            return explained
-        return RuntimeError("the native core saw ranks disagree, but their headers are equal")
+        explained = failure(error.headers, self.rank, header)
+        if len(error.headers) == 1 and isinstance(explained, RoutingError):
+            return RoutingError(str(explained).removeprefix("rank 0: "))
+        return explained

@@ -33,7 +33,9 @@ class SharedMemoryDispatcher(Dispatcher):
     ) -> None:
         super().__init__(placement, group, rank, options)
         self.shared = SharedGroup.of(group, shared or SharedOptions(timeout_s=self.options.timeout_s))
-        self._rows = NativeRows(self.shared.communicator, self.shared.heap, placement.offsets, rank)
+        self._rows = NativeRows(
+            self.shared.communicator, self.shared.heap, placement.offsets, rank, self.options.timeout_s
+        )
 
     def set_step(self, step: int) -> None:
         """Tell the training step, for the reports that errors carry."""

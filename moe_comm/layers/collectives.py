@@ -17,12 +17,14 @@ is unusable afterwards. ``CollectiveOptions.checked`` compares the calls first.
 
 Sums: on the CPU, and of 16-bit floats everywhere, ranks exchange the addends as they are and each adds its share in
 order of rank, in fp32 (float64 for float64), and rounds once; so the bits do not depend on a backend's algorithm, and
-a bf16 sum costs bf16's bytes. fp32 and float64 on NCCL are summed by NCCL.
+a bf16 sum costs bf16's bytes. fp32 and float64 on NCCL are summed by NCCL. CPU ranks of one host exchange through
+shared memory (``dispatch.exchange``), others over the group's backend, with the same bits.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,10 +37,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm.dispatch.channel import Channel
+from moe_comm.dispatch.exchange import SharedChannel
 from moe_comm.dispatch.handshake import meet
 from moe_comm.dispatch.plain import wide_dtype
-from moe_comm.errors import ConfigError, InputError, RankMismatch
+from moe_comm.errors import ConfigError, HeapError, InputError, RankMismatch
+from moe_comm.runtime.shared import SharedGroup, host_word, native_is_built
 
 SMALL_BYTES = 32_768
 """Up to this size a sum is one all-gather, whose latency is half that of a reduce-scatter and an all-gather."""
@@ -50,11 +53,14 @@ class CollectiveOptions:
 
     timeout_s: seconds to wait for a peer that lives but does not arrive before ``PeerTimeout``.
     checked: compare operation, shape, dtype and number of the call over the group before each one, at the price of a
-        small exchange; ranks that differ get ``RankMismatch`` instead of a wrong answer.
+        small exchange; ranks that differ get ``RankMismatch`` instead of a wrong answer. Through shared memory calls
+        are always compared, at no price.
+    shared_memory: CPU tensors of a group whose ranks are all on one host travel through shared memory.
     """
 
     timeout_s: float = 300.0
     checked: bool = False
+    shared_memory: bool = True
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout_s < math.inf:
@@ -66,7 +72,7 @@ class _State:
 
     def __init__(self) -> None:
         self.options = CollectiveOptions()
-        self.channels: dict[ProcessGroup, Channel] = {}
+        self.channels: dict[ProcessGroup, SharedChannel] = {}
         self.calls: dict[ProcessGroup, int] = {}
 
 
@@ -77,7 +83,7 @@ def configure_collectives(options: CollectiveOptions) -> None:
     """Set the options of this process's collectives, once at the start and alike on every rank."""
     _state.options = options
     for channel in _state.channels.values():
-        channel.timeout_s = options.timeout_s
+        channel.timeout_s, channel.sharing = options.timeout_s, options.shared_memory
 
 
 def group_size(group: ProcessGroup | None) -> int:
@@ -90,7 +96,7 @@ def group_rank(group: ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
-def channel_of(group: ProcessGroup) -> Channel:
+def channel_of(group: ProcessGroup) -> SharedChannel:
     """The channel over which the collectives of ``group`` run. The first call for a group is collective.
 
     Raises:
@@ -104,12 +110,27 @@ def channel_of(group: ProcessGroup) -> Channel:
             raise ConfigError("this process is not a rank of the group that it was given")
         for other in [other for other in _state.channels if not _alive(other)]:
             del _state.channels[other], _state.calls[other]  # or destroyed groups would never be freed
-        channel = Channel(group, rank, dist.get_world_size(group), _state.options.timeout_s)
+        channel = SharedChannel(group, rank, dist.get_world_size(group), _state.options.timeout_s)
+        channel.sharing = _state.options.shared_memory
+        same = {"checked": int(_state.options.checked), "shared_memory": int(channel.sharing)}
+        told = {"host": host_word(), "native core": int(native_is_built())}
         # Ranks learn each other's processes, by which a later error can say who is missing.
-        meet(channel, group, "the collectives of a group", {"checked": int(_state.options.checked)})
+        found = meet(channel, group, "the collectives of a group", same, told)
+        one_host = len(set(found["host"])) == 1 and all(found["native core"])
+        if one_host and channel.rows_device.type == "cpu":
+            _share(channel, group)
         _state.channels[group] = channel
         _state.calls[group] = 0
     return channel
+
+
+def _share(channel: SharedChannel, group: ProcessGroup) -> None:
+    try:
+        channel.share(SharedGroup.of(group))
+    except HeapError as error:  # on every rank, if on one
+        warnings.warn(
+            f"{error}; collectives go over the group's backend, which is slower", RuntimeWarning, stacklevel=3
+        )
 
 
 def _alive(group: ProcessGroup) -> bool:
@@ -245,19 +266,18 @@ def _check_cut(x: Tensor, dim: int, group: ProcessGroup | None) -> None:
         )
 
 
-def _begin(call: _Call, name: str, x: Tensor) -> tuple[Channel, str]:
+def _begin(call: _Call, name: str, x: Tensor) -> tuple[SharedChannel, str]:
     """The channel, and what to say about this call; with ``checked``, after comparing it with the peers'."""
     channel = channel_of(call.group)
-    doing = f"{name} of {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
-    if _state.options.checked:
+    doing = f"{name} of {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} along {call.dim}"
+    if _state.options.checked and not channel.shares:
         _state.calls[call.group] += 1
-        said = f"{doing} along {call.dim}"
-        words = torch.tensor([_state.calls[call.group], zlib.crc32(said.encode())])
-        told = channel.all_gather(words.to(channel.control_device), f"the check before {said}").cpu()
+        words = torch.tensor([_state.calls[call.group], zlib.crc32(doing.encode())])
+        told = channel.all_gather(words.to(channel.control_device), f"the check before {doing}").cpu()
         if not bool((told == told[0]).all()):
             odd = [rank for rank, row in enumerate(told.tolist()) if row != told[channel.rank].tolist()]
             raise RankMismatch(
-                f"rank {channel.rank} is in call {_state.calls[call.group]}, {said}, but ranks {odd} are in another: "
+                f"rank {channel.rank} is in call {_state.calls[call.group]}, {doing}, but ranks {odd} are in another: "
                 "ranks of a group must make the same calls in the same order with the same shapes"
             )
     return channel, doing
@@ -293,10 +313,6 @@ def _added(parts_W: Tensor) -> Tensor:
     return total.to(parts_W.dtype)
 
 
-def _summed_by_backend(channel: Channel, x: Tensor) -> bool:
-    return channel.wire(x.device).type == "cuda" and x.dtype in (torch.float32, torch.float64)
-
-
 def _gather(call: _Call, x: Tensor) -> Tensor:
     channel, doing = _begin(call, "all-gather", x)
     if not x.numel():
@@ -309,7 +325,7 @@ def _reduce_scatter(call: _Call, x: Tensor) -> Tensor:
     parts_W = _cut(x, call.dim, channel.world)
     if not x.numel():
         return parts_W[0]
-    if _summed_by_backend(channel, x):
+    if channel.sums(x):
         return channel.reduce_scatter(parts_W, doing)
     ones = [1] * channel.world
     return _added(channel.all_to_all(parts_W, ones, ones, doing))
@@ -319,7 +335,7 @@ def _all_reduce(call: _Call, x: Tensor) -> Tensor:
     channel, doing = _begin(call, "all-reduce", x)
     if not x.numel():
         return x.clone()
-    if _summed_by_backend(channel, x):
+    if channel.sums(x):
         return channel.all_reduce(x, doing)
     if channel.world == 2 or x.numel() * x.element_size() <= SMALL_BYTES:
         return _added(channel.all_gather(x, doing))

@@ -52,6 +52,15 @@ def native() -> ModuleType:
     return _C
 
 
+def native_is_built() -> bool:
+    """Whether this process has the native core."""
+    try:
+        native()
+    except MissingDependency:
+        return False
+    return True
+
+
 @dataclass(frozen=True)
 class SharedOptions:
     """timeout_s: seconds until ``PeerTimeout``. spin_us: microseconds to spin before sleeping; None spins only where
@@ -114,6 +123,11 @@ def host_key() -> str:
     except OSError as error:
         parts.append(f"unknown: {error.errno}")
     return hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]
+
+
+def host_word() -> int:
+    """``host_key`` as a number that fits an int64."""
+    return int(host_key(), 16) >> 2
 
 
 class SharedGroup:

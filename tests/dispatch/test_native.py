@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,12 +22,6 @@ from moe_comm.topology import ExpertPlacement  # noqa: E402
 from tests.pool import RankPool  # noqa: E402
 
 EXPERTS = 6
-
-
-@pytest.fixture(scope="module")
-def pool2() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
-        yield pool
 
 
 def made(rank: int, world: int, **kwargs: Any) -> SharedMemoryDispatcher:
@@ -177,7 +170,7 @@ def test_ranks_that_differ_in_requires_grad_are_told_before_backward_can_hang(po
 )
 def test_the_core_packs_headers_as_python_does(label: str, fault: MoeCommError | None) -> None:
     for i, op in enumerate(OPS):
-        dtype = (torch.float32, torch.bfloat16, torch.float16, torch.int8)[i]
+        dtype = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float64)[i]
         header = Header(op, 2**40 + i, 1024, dtype, 8, 64, bool(i % 2), label, fault)
         kind, text = 0, ""
         if fault is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,18 +31,6 @@ from tests.pool import RankPool
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 
-@pytest.fixture(scope="module")
-def pool2() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def pool4() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
-        yield pool
-
-
 def pool_of(world: int, request: pytest.FixtureRequest) -> RankPool:
     pool: RankPool = request.getfixturevalue(f"pool{world}")
     return pool
@@ -59,7 +46,22 @@ def rounded_sum(parts: list[Tensor]) -> Tensor:
 
 
 def run(rank: int, world: int, arg: tuple[str, tuple[int, ...], torch.dtype, tuple[int, ...]]) -> tuple[Tensor, Tensor]:
-    name, shape, dtype, dims = arg
+    """Output and gradient; the same bits through shared memory and over the backend."""
+    found = []
+    try:
+        for shared_memory in (True, False):
+            configure_collectives(CollectiveOptions(shared_memory=shared_memory))
+            found.append(forward_and_backward(rank, *arg))
+    finally:
+        configure_collectives(CollectiveOptions())
+    for through_memory, over_backend in zip(*found, strict=True):
+        assert torch.equal(through_memory, over_backend)
+    return found[0]
+
+
+def forward_and_backward(
+    rank: int, name: str, shape: tuple[int, ...], dtype: torch.dtype, dims: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
     x = draw(*shape, seed=rank, dtype=dtype).requires_grad_()
     group = dist.group.WORLD
     y = {
@@ -232,19 +234,25 @@ def test_a_dimension_that_cannot_be_cut_is_an_error_before_anything_moves(pool2:
     pool2.run(uneven)
 
 
-def mismatched(rank: int, world: int, arg: Any) -> None:
-    configure_collectives(CollectiveOptions(checked=True))
+def mismatched(rank: int, world: int, options: CollectiveOptions) -> None:
+    configure_collectives(options)
     try:
         gather_dim(torch.ones(2, 3), dist.group.WORLD, 0)
-        with pytest.raises(RankMismatch, match=rf"in call 2, all-gather of \(2, {3 + rank}\) float32 along 0"):
+        own = rf"rank {rank} is in call \d+, all-gather of \(2, {3 + rank}\) float32 along 0"
+        with pytest.raises(RankMismatch, match=rf"{own}, but rank.*{1 - rank}"):
             gather_dim(torch.ones(2, 3 + rank), dist.group.WORLD, 0)
         assert gather_dim(torch.ones(2, 3), dist.group.WORLD, 0).shape == (4, 3)
     finally:
         configure_collectives(CollectiveOptions())
 
 
-def test_checked_collectives_name_the_difference_on_every_rank_and_go_on(pool2: RankPool) -> None:
-    pool2.run(mismatched)
+@pytest.mark.parametrize(
+    "options", [CollectiveOptions(), CollectiveOptions(checked=True, shared_memory=False)], ids=["memory", "backend"]
+)
+def test_compared_collectives_name_the_difference_on_every_rank_and_go_on(
+    options: CollectiveOptions, pool2: RankPool
+) -> None:
+    pool2.run(mismatched, options)
 
 
 def one_dies(rank: int, world: int, arg: Any) -> None:

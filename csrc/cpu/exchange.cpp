@@ -1,0 +1,117 @@
+#include "exchange.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <vector>
+
+#include "../layout.h"
+#include "errors.h"
+#include "kernels.h"
+#include "pool.h"
+
+namespace moe_comm {
+
+namespace {
+
+constexpr int64_t kGrainBytes = int64_t{256} << 10;  // less than this is not worth another thread
+constexpr int64_t kAlignElements = 32;               // parts that a rank writes start on a cache line of their own
+
+// Elements [first, last) that rank `part` of `parts` sums.
+struct Span {
+  Span(int64_t count, int part, int parts) {
+    const int64_t each = (count / parts + kAlignElements) / kAlignElements * kAlignElements;
+    first = std::min(count, part * each);
+    last = std::min(count, first + each);
+  }
+  int64_t first, last;
+};
+
+}  // namespace
+
+Exchange::Exchange(std::shared_ptr<Communicator> communicator, int threads)
+    : communicator_(std::move(communicator)), threads_(threads) {}
+
+void Exchange::begin(const Op& op, Offer mine) {
+  Record& record = communicator_->record();
+  record.rows_offset = 0;
+  record.rows_bytes = 0;
+  if (!op.fault && mine.bytes > 0) {
+    if (!communicator_->heap().owns(mine.data, mine.bytes)) {
+      throw std::invalid_argument("what a rank offers must stand in its own heap");
+    }
+    record.rows_offset = mine.data - communicator_->heap().base();
+    record.rows_bytes = mine.bytes;
+  }
+  communicator_->begin(op);
+}
+
+char* Exchange::offered(int peer) {
+  const Record& record = communicator_->record(peer);
+  return communicator_->address(peer, record.rows_offset, record.rows_bytes);
+}
+
+void Exchange::copy(const Op& op, Offer mine, int64_t first, int64_t part, char* y) {
+  OpScope scope(communicator_.get());
+  begin(op, mine);
+  const int world = communicator_->world(), rank = communicator_->rank();
+  for (int i = 1; i <= world; ++i) {  // the own part last: reading starts at another rank on each
+    const int peer = (rank + i) % world;
+    const char* from = offered(peer) + first;
+    parallel_for(part, kGrainBytes, threads_, [&](int64_t begin, int64_t end) {
+      std::memcpy(y + peer * part + begin, from + begin, static_cast<size_t>(end - begin));
+    });
+  }
+  scope.finish();
+}
+
+void Exchange::sum(const Op& op, Offer mine, int64_t first, int64_t count, int dtype, char* y) {
+  OpScope scope(communicator_.get());
+  begin(op, mine);
+  add(first, count, dtype, y);
+  scope.finish();
+}
+
+void Exchange::all_sum(const Op& op, Offer mine, int dtype) {
+  OpScope scope(communicator_.get());
+  begin(op, mine);
+  const int world = communicator_->world(), rank = communicator_->rank();
+  const int64_t size = dtype_bytes(dtype), count = mine.bytes / size;
+  char* own = offered(rank);
+  const Span summed(count, rank, world);
+  add(summed.first, summed.last - summed.first, dtype, own + summed.first * size);
+  // Nobody reads a part of this rank's addends but the rank that sums it, and after this nobody does.
+  communicator_->publish_ready();
+  communicator_->wait_ready();
+  for (int i = 1; i < world; ++i) {
+    const int peer = (rank + i) % world;
+    const Span other(count, peer, world);
+    const char* from = offered(peer) + other.first * size;
+    parallel_for((other.last - other.first) * size, kGrainBytes, threads_, [&](int64_t begin, int64_t end) {
+      std::memcpy(own + other.first * size + begin, from + begin, static_cast<size_t>(end - begin));
+    });
+  }
+  scope.finish();
+}
+
+void Exchange::add(int64_t first, int64_t count, int dtype, char* y) {
+  const int world = communicator_->world();
+  const int64_t size = dtype_bytes(dtype);
+  std::vector<int64_t> place(static_cast<size_t>(world));
+  std::vector<char*> offers(static_cast<size_t>(world));
+  for (int p = 0; p < world; ++p) {
+    place[static_cast<size_t>(p)] = pack_place(p, 0);
+    offers[static_cast<size_t>(p)] = offered(p) + first * size;
+  }
+  // As a combine of one token, whose `world` rows are the parts; cut into blocks of whole cache lines for threads.
+  const int64_t blocks = (count + kAlignElements - 1) / kAlignElements;
+  parallel_for(blocks, kGrainBytes / (kAlignElements * size), threads_, [&](int64_t begin, int64_t end) {
+    const int64_t from = begin * kAlignElements, to = std::min(count, end * kAlignElements);
+    std::vector<char*> base(offers);
+    for (char*& p : base) p += from * size;
+    const TokenLoop loop{place.data(), base.data(), world, to - from, dtype, false};
+    kernels().sum(loop, 0, 1, y + from * size, (to - from) * size, nullptr);
+  });
+}
+
+}  // namespace moe_comm

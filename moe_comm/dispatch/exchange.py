@@ -1,0 +1,144 @@
+"""Collectives of CPU ranks on one host through shared memory: peers read a rank's tensor where it stands.
+
+A tensor is copied once into its rank's heap; from there each peer takes its share straight into the result. There are
+no sockets and no kernel buffers in between, and every call carries the handshake of a dispatch: ranks that are in
+different calls get ``RankMismatch``. The protocol is in csrc/cpu/communicator.h, the copying in csrc/cpu/exchange.h.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_comm.dispatch.channel import Channel
+from moe_comm.dispatch.header import COLLECTIVE, Header, failure, fault_word
+from moe_comm.errors import HeapError
+from moe_comm.runtime.meter import COMMUNICATION
+from moe_comm.runtime.shared import DTYPE_CODES, SharedGroup, block, native, warm
+
+
+class SharedChannel(Channel):
+    """A channel whose CPU tensors travel through shared memory once ``share`` has been called on every rank.
+
+    What shared memory cannot take (other devices, unequal splits, a full /dev/shm) goes over the group's backend.
+    """
+
+    _shared: SharedGroup | None = None
+    sharing = True
+    """Set alike on every rank: whether to use shared memory where there is some."""
+
+    def share(self, shared: SharedGroup) -> None:
+        """Use ``shared``, which belongs to the same group. Every rank calls this at the same place."""
+        self._core = native()
+        self._exchange = self._core.Exchange(shared.communicator, torch.get_num_threads())
+        self._shared = shared
+        self._calls = 0
+
+    @property
+    def shares(self) -> bool:
+        """Whether CPU tensors travel through shared memory, in calls that ranks compare."""
+        return self._shared is not None and self.sharing
+
+    def sums(self, x: Tensor) -> bool:
+        """As ``Channel.sums``; shared memory adds in fp32, in order of rank, and rounds once."""
+        return (self._takes(x) and x.dtype in DTYPE_CODES) or super().sums(x)
+
+    def all_gather(self, tensor: Tensor, doing: str) -> Tensor:
+        def gather(offer: tuple[Any, ...]) -> Tensor:
+            out = _empty((self.world, *tensor.shape), tensor.dtype)
+            self._exchange.copy(*offer, 0, tensor.nbytes, out.data_ptr())
+            return out
+
+        done = self._share(tensor, gather, doing)
+        return super().all_gather(tensor, doing) if done is None else done
+
+    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], doing: str) -> Tensor:
+        def swap(offer: tuple[Any, ...]) -> Tensor:
+            out = _empty(rows.shape, rows.dtype)
+            part = rows.nbytes // self.world
+            self._exchange.copy(*offer, self.rank * part, part, out.data_ptr())
+            return out
+
+        equal = len({*send, *receive}) == 1
+        done = self._share(rows, swap, doing) if equal else None
+        return super().all_to_all(rows, send, receive, doing) if done is None else done
+
+    def reduce_scatter(self, parts_WTD: Tensor, doing: str) -> Tensor:
+        def add(offer: tuple[Any, ...]) -> Tensor:
+            out = _empty(parts_WTD.shape[1:], parts_WTD.dtype)
+            count = out.numel()
+            self._exchange.sum(*offer, self.rank * count, count, DTYPE_CODES[out.dtype], out.data_ptr())
+            return out
+
+        done = self._share(parts_WTD, add, doing) if parts_WTD.dtype in DTYPE_CODES else None
+        return super().reduce_scatter(parts_WTD, doing) if done is None else done
+
+    def all_reduce(self, tensor: Tensor, doing: str) -> Tensor:
+        def add(offer: tuple[Any, ...]) -> Tensor:
+            out = _empty(tensor.shape, tensor.dtype)
+            self._exchange.sum(*offer, 0, out.numel(), DTYPE_CODES[out.dtype], out.data_ptr())
+            return out
+
+        done = None
+        if tensor.dtype in DTYPE_CODES:
+            done = self._share(tensor, add if tensor.nbytes <= WHOLE_BYTES else None, doing)
+        return super().all_reduce(tensor, doing) if done is None else done
+
+    def _takes(self, x: Tensor) -> bool:
+        return self.shares and x.device.type == "cpu" and self.failed is None
+
+    def _share(self, x: Tensor, run: Callable[[tuple[Any, ...]], Tensor] | None, doing: str) -> Tensor | None:
+        """What ``run`` makes of the offer of ``x``, or, without it, ``x`` summed where it is offered.
+
+        None: ``x`` has to go over the backend; if a rank has no room for it, all ranks learn so and go there.
+        """
+        if self._shared is None or not self._takes(x):
+            return None
+        self._calls += 1
+        fault: HeapError | None = None
+        offer = x
+        try:
+            offer = _offer(x, self._shared)
+        except HeapError as error:
+            fault = error
+        header = Header(COLLECTIVE, self._calls, 0, x.dtype, 0, 0, False, doing, fault)
+        said = (header.compared(), doing, fault_word(fault), str(fault or ""), offer.data_ptr(), offer.nbytes)
+        try:
+            with COMMUNICATION:
+                self._shared.communicator.set_timeout(self.timeout_s)
+                if run is not None:
+                    return run(said)
+                self._exchange.all_sum(*said, DTYPE_CODES[x.dtype])
+                return offer
+        except self._core.HandshakeFailed as error:
+            found = failure(error.headers, self.rank, header)
+            if not isinstance(found, HeapError):
+                raise found from None
+            warnings.warn(
+                f"{found}; {doing} goes over the group's backend instead, which is slower. Enlarge /dev/shm "
+                "(docker run --shm-size) or set CollectiveOptions(shared_memory=False)",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            return None
+
+
+WHOLE_BYTES = 32_768
+"""Up to this size every rank adds up a whole all-reduce by itself: the second wait would cost more than the adding."""
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return warm(1, math.prod(shape), dtype).view(*shape)
+
+
+def _offer(x: Tensor, shared: SharedGroup) -> Tensor:
+    """A dense copy of ``x`` where peers can read it."""
+    if x.dtype in DTYPE_CODES:
+        return block(shared.heap, 1, x.numel(), x.dtype).view(x.shape).copy_(x)
+    words = block(shared.heap, 1, -(-x.nbytes // 4), torch.float32).view(-1).view(torch.uint8)
+    return words[: x.nbytes].view(x.dtype).view(x.shape).copy_(x)
