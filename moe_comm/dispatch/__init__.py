@@ -4,6 +4,7 @@ from moe_comm.dispatch.base import DROPPED, INVALID_LOGITS, Dispatched, Dispatch
 from moe_comm.dispatch.capacity import Capacity, apply_capacity
 from moe_comm.dispatch.choice import Traffic
 from moe_comm.dispatch.factory import BACKENDS, explain_choice, make_dispatcher
+from moe_comm.dispatch.payload import Payload, Payloads
 
 __all__ = [
     "BACKENDS",
@@ -14,6 +15,8 @@ __all__ = [
     "Dispatched",
     "Dispatcher",
     "Layout",
+    "Payload",
+    "Payloads",
     "Traffic",
     "apply_capacity",
     "explain_choice",

@@ -12,12 +12,15 @@ Combine:
     deterministic      each row goes back to its token, as in ``all_to_all``, and is summed in slot order
     otherwise          each rank sums its experts' rows for every token in fp32, and a reduce-scatter adds the ranks'
                        sums: fewer bytes if K > 2 W (fp32 sums of 16-bit rows), another order, other bits
+
+Partial sums have no payload: a combine with one sends each row back, whether deterministic or not.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,8 +28,10 @@ from torch import Tensor
 from moe_comm.dispatch import plain
 from moe_comm.dispatch.all_to_all import AllToAllDispatcher, Routes
 from moe_comm.dispatch.base import Layout
+from moe_comm.dispatch.group_scales import GROUP, Groups, decode_groups, encode_groups
 from moe_comm.dispatch.handshake import describe
 from moe_comm.dispatch.header import Header
+from moe_comm.dispatch.payload import Payload, pack, unpack
 
 
 @dataclass(frozen=True)
@@ -51,13 +56,13 @@ class AllGatherDispatcher(AllToAllDispatcher):
         local_PK = torch.where((ids_PK >= own.start) & (ids_PK < own.stop), ids_PK - own.start, -1)
         order, _ = plain.order_slots(local_PK, len(own))
         gathered_R = order[: sum(routes.receive)]
-        x_PD = self._everywhere(x_TD, counts.tokens_W, doing)
+        x_PD = self._rows_everywhere(x_TD, counts.tokens_W, self.options.payloads.of(header.op), doing)
         rows_RD = x_PD[gathered_R // ids_TK.shape[1]]
         layout = self._layout(x_TD, ids_TK, counts, routes, header)
         return rows_RD, replace(layout, state=GatheredRoutes(**vars(routes), gathered_R=gathered_R))
 
     def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, layout: Layout, header: Header) -> Tensor:
-        if self.options.deterministic:
+        if self.options.deterministic or self.options.payloads.of(header.op).narrows(layout.dtype):
             return super()._sum(rows_RD, weights_TK, layout, header)
         self._agree(header, rows_RD.device)
         doing = describe(header)
@@ -79,7 +84,7 @@ class AllGatherDispatcher(AllToAllDispatcher):
         doing = describe(header)
         routes: GatheredRoutes = layout.state
         weights_R = self._weights(weights_TK, routes, doing)
-        grad_PD = self._everywhere(grad_TD, routes.tokens_W, doing)
+        grad_PD = self._rows_everywhere(grad_TD, routes.tokens_W, self.options.payloads.of(header.op), doing)
         grad_RD = grad_PD[routes.gathered_R // layout.top_k]
         grad_TK = None if rows_RD is None else self._dots(grad_RD, rows_RD, layout, doing)
         return plain.scale(grad_RD, weights_R), grad_TK
@@ -87,6 +92,23 @@ class AllGatherDispatcher(AllToAllDispatcher):
     def _weights(self, weights_TK: Tensor, routes: GatheredRoutes, doing: str) -> Tensor:
         """[R] the weight of each row here."""
         return self._everywhere(weights_TK, routes.tokens_W, doing).reshape(-1)[routes.gathered_R]
+
+    def _rows_everywhere(self, rows_TD: Tensor, tokens_W: tuple[int, ...], payload: Payload, doing: str) -> Tensor:
+        """``_everywhere`` of rows in their payload; groups of rows are those of a rank's tokens, experts apart."""
+        if payload.scales == "group" and max(tokens_W):
+            return self._groups_everywhere(rows_TD, tokens_W, payload, doing)
+        moved_PX = self._everywhere(pack(rows_TD, payload), tokens_W, doing)
+        return unpack(moved_PX, payload, rows_TD.shape[1], rows_TD.dtype)
+
+    def _groups_everywhere(self, rows_TD: Tensor, tokens_W: tuple[int, ...], payload: Payload, doing: str) -> Tensor:
+        longest, device = max(tokens_W), rows_TD.device
+        groups_W = tuple(-(-tokens // GROUP) for tokens in tokens_W)
+        own = Groups.of(np.array([rows_TD.shape[0]]), (0, 1), device)
+        packed_TX, scale_GD = encode_groups(rows_TD, own, payload)
+        packed_PX = self._everywhere(packed_TX, tokens_W, doing)
+        scale_PD = self._everywhere(scale_GD, groups_W, doing)
+        every = Groups.of(np.full(self.world, longest), range(self.world + 1), device)  # padded as the rows are
+        return decode_groups(packed_PX, scale_PD, every, rows_TD.dtype)
 
     def _everywhere(self, tensor_TX: Tensor, tokens_W: tuple[int, ...], doing: str, fill: float = 0) -> Tensor:
         """[W * longest, X] of every rank, each padded to the longest with ``fill``."""

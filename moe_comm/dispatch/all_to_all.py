@@ -13,6 +13,9 @@ In combine's backward a token's gradient travels as it is, with its weight besid
 gradient: the product and the dot product with the expert's output are taken where that output is, and one number
 a row comes back. The other ways cost a second transfer of all rows, or keeping a second copy of them from combine
 to backward.
+
+With a quantised payload a row is packed once, where it leaves, and unpacked where it arrives; a token's K copies are
+copies of its packed row. Its own rank's rows are packed, too: bits do not depend on where an expert lives.
 """
 
 from __future__ import annotations
@@ -27,8 +30,10 @@ from torch.distributed import ProcessGroup
 from moe_comm.dispatch import plain
 from moe_comm.dispatch.base import Dispatcher, DispatchOptions, Layout
 from moe_comm.dispatch.channel import Channel
-from moe_comm.dispatch.handshake import Counts, Handshake, describe, digest, meet
+from moe_comm.dispatch.group_scales import Groups, decode_groups, encode_groups
+from moe_comm.dispatch.handshake import Counts, Handshake, Words, describe, digest, meet
 from moe_comm.dispatch.header import Header
+from moe_comm.dispatch.payload import Payload, pack, unpack
 from moe_comm.errors import RoutingError
 from moe_comm.topology import ExpertPlacement
 
@@ -40,7 +45,7 @@ class Routes:
     place_TK: place of each slot among the rows that leave; -1 where dropped. slot_S: its inverse.
     by_expert_R: ``rows = arrived[by_expert_R]``. by_source_R: the inverse. None where the two orders are one.
     send, receive: rows to and from each rank.
-    tokens_W: tokens of each rank.
+    tokens_W: tokens of each rank. rows_WE: rows that each rank has for each expert; on the host.
     """
 
     place_TK: Tensor
@@ -50,6 +55,7 @@ class Routes:
     send: tuple[int, ...]
     receive: tuple[int, ...]
     tokens_W: tuple[int, ...]
+    rows_WE: Words
 
 
 class AllToAllDispatcher(Dispatcher):
@@ -60,6 +66,7 @@ class AllToAllDispatcher(Dispatcher):
     """
 
     name = "all_to_all"
+    packs = True
 
     def __init__(
         self,
@@ -76,6 +83,7 @@ class AllToAllDispatcher(Dispatcher):
             "experts per rank": digest(placement.experts_per_rank),
             "deterministic": int(self.options.deterministic),
             "checked": int(self.options.checked),
+            "payloads": digest(self.options.payloads),
         }
         meet(self._channel, group, f"the {self.name} dispatcher", same)
         self._handshake = Handshake(self._channel, placement)
@@ -86,13 +94,14 @@ class AllToAllDispatcher(Dispatcher):
     def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, Layout]:
         counts = self._handshake.exchange(header, ids_TK, x_TD.device)
         routes = self._routes(ids_TK, counts)
-        rows_SD = x_TD[routes.slot_S // ids_TK.shape[1]]
-        rows_RD = self._out(rows_SD, routes, describe(header))
+        payload = self.options.payloads.of(header.op)
+        rows_RD = self._rows_out(x_TD, routes.slot_S // ids_TK.shape[1], payload, routes, describe(header))
         return rows_RD, self._layout(x_TD, ids_TK, counts, routes, header)
 
     def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, layout: Layout, header: Header) -> Tensor:
         self._agree(header, rows_RD.device)
-        rows_SD = self._back(rows_RD, layout.state, describe(header))
+        payload = self.options.payloads.of(header.op)
+        rows_SD = self._rows_back(rows_RD, payload, layout.state, describe(header))
         return plain.weighted_sum(rows_SD, layout.state.place_TK, weights_TK)
 
     def _spread(
@@ -100,13 +109,17 @@ class AllToAllDispatcher(Dispatcher):
     ) -> tuple[Tensor, Tensor | None]:
         self._agree(header, grad_TD.device)
         routes: Routes = layout.state
-        grad_SD = grad_TD[routes.slot_S // layout.top_k]
+        payload = self.options.payloads.of(header.op)
+        token_S = routes.slot_S // layout.top_k
         weights_S = weights_TK.reshape(-1)[routes.slot_S]
         doing = describe(header)
-        if rows_RD is None:
-            return self._out(plain.scale(grad_SD, weights_S), routes, doing), None
-        grad_RD, weights_R = self._out(grad_SD, routes, doing), self._out(weights_S, routes, doing)
-        return plain.scale(grad_RD, weights_R), self._dots(grad_RD, rows_RD, layout, doing)
+        if rows_RD is None and not payload.narrows(grad_TD.dtype):
+            return self._out(plain.scale(grad_TD[token_S], weights_S), routes, doing), None
+        # A quantised gradient is rounded before it is scaled, whether or not the weights need a gradient.
+        grad_RD = self._rows_out(grad_TD, token_S, payload, routes, doing)
+        weights_R = self._out(weights_S, routes, doing)
+        dots_TK = None if rows_RD is None else self._dots(grad_RD, rows_RD, layout, doing)
+        return plain.scale(grad_RD, weights_R), dots_TK
 
     def _dots(self, grad_RD: Tensor, rows_RD: Tensor, layout: Layout, doing: str) -> Tensor:
         """[T, K] dot products of rows and gradients, taken here and sent to their tokens."""
@@ -120,14 +133,46 @@ class AllToAllDispatcher(Dispatcher):
         if self.options.checked:
             self._handshake.exchange(header, None, device)
 
-    def _out(self, rows_SD: Tensor, routes: Routes, doing: str) -> Tensor:
+    def _rows_out(self, rows_TD: Tensor, token_S: Tensor, payload: Payload, routes: Routes, doing: str) -> Tensor:
+        """``_out`` of each slot's row, in its payload."""
+        if payload.scales == "group":
+            leaving, arriving = self._groups(routes, rows_TD.device)
+            packed_SX, scale_GD = encode_groups(rows_TD[token_S], leaving, payload)
+            packed_RX = self._channel.all_to_all(packed_SX, routes.send, routes.receive, doing)
+            scale_GD = self._channel.all_to_all(scale_GD, leaving.per_rank, arriving.per_rank, doing)
+            rows_RD = decode_groups(packed_RX, scale_GD, arriving, rows_TD.dtype)
+            return rows_RD if routes.by_expert_R is None else rows_RD[routes.by_expert_R]
+        moved_RX = self._out(pack(rows_TD, payload)[token_S], routes, doing)
+        return unpack(moved_RX, payload, rows_TD.shape[1], rows_TD.dtype)
+
+    def _rows_back(self, rows_RD: Tensor, payload: Payload, routes: Routes, doing: str) -> Tensor:
+        """``_back`` of rows in their payload."""
+        if payload.scales == "group":
+            arriving, leaving = self._groups(routes, rows_RD.device)
+            ordered_RD = rows_RD if routes.by_source_R is None else rows_RD[routes.by_source_R]
+            packed_RX, scale_GD = encode_groups(ordered_RD, leaving, payload)
+            packed_SX = self._channel.all_to_all(packed_RX, routes.receive, routes.send, doing)
+            scale_GD = self._channel.all_to_all(scale_GD, leaving.per_rank, arriving.per_rank, doing)
+            return decode_groups(packed_SX, scale_GD, arriving, rows_RD.dtype)
+        moved_SX = self._back(pack(rows_RD, payload), routes, doing)
+        return unpack(moved_SX, payload, rows_RD.shape[1], rows_RD.dtype)
+
+    def _groups(self, routes: Routes, device: torch.device) -> tuple[Groups, Groups]:
+        """Of the rows of this rank's tokens, by expert; and of those of its experts, by (source, expert)."""
+        own = self.local_experts
+        here = routes.rows_WE[:, own.start : own.stop].reshape(-1)
+        sources = range(0, (self.world + 1) * len(own), len(own)) if len(own) else [0] * (self.world + 1)
+        tokens = Groups.of(routes.rows_WE[self.rank], self.placement.offsets, device)
+        return tokens, Groups.of(here, sources, device)
+
+    def _out(self, rows_SX: Tensor, routes: Routes, doing: str) -> Tensor:
         """To the experts: rows ordered by expert, from here; by (expert, source) there."""
-        arrived = self._channel.all_to_all(rows_SD, routes.send, routes.receive, doing)
+        arrived = self._channel.all_to_all(rows_SX, routes.send, routes.receive, doing)
         return arrived if routes.by_expert_R is None else arrived[routes.by_expert_R]
 
-    def _back(self, rows_RD: Tensor, routes: Routes, doing: str) -> Tensor:
+    def _back(self, rows_RX: Tensor, routes: Routes, doing: str) -> Tensor:
         """To the tokens: the inverse of ``_out``."""
-        leaving = rows_RD if routes.by_source_R is None else rows_RD[routes.by_source_R]
+        leaving = rows_RX if routes.by_source_R is None else rows_RX[routes.by_source_R]
         return self._channel.all_to_all(leaving, routes.receive, routes.send, doing)
 
     def _routes(self, ids_TK: Tensor, counts: Counts) -> Routes:
@@ -143,7 +188,14 @@ class AllToAllDispatcher(Dispatcher):
             by_source_R = plain.transpose_blocks(counts_WL.T, sum(receive))
         order, place_TK = plain.order_slots(ids_TK, self.num_experts)
         return Routes(
-            place_TK, order[: sum(send)], by_expert_R, by_source_R, tuple(send), tuple(receive), counts.tokens_W
+            place_TK,
+            order[: sum(send)],
+            by_expert_R,
+            by_source_R,
+            tuple(send),
+            tuple(receive),
+            counts.tokens_W,
+            counts.rows_WE,
         )
 
     def _layout(self, x_TD: Tensor, ids_TK: Tensor, counts: Counts, routes: Routes, header: Header) -> Layout:

@@ -11,6 +11,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_comm.dispatch.base import Dispatched, Dispatcher, Layout
+from moe_comm.dispatch.group_scales import rounded_in_groups
+from moe_comm.dispatch.header import Header
+from moe_comm.dispatch.payload import rounded
 from moe_comm.errors import InputError
 from moe_comm.runtime.meter import COMMUNICATION
 
@@ -20,6 +23,14 @@ def _moving(dispatcher: Dispatcher) -> AbstractContextManager[None]:
     return nullcontext() if dispatcher.group is None else COMMUNICATION
 
 
+def _carried(dispatcher: Dispatcher, rows_RD: Tensor, header: Header) -> Tensor:
+    """``rows_RD`` as the backend takes them: rounded already if it moves them in place. Gradients pass straight."""
+    if dispatcher.packs or header.fault is not None:
+        return rows_RD
+    payload = dispatcher.options.payloads.of(header.op)
+    return rounded_in_groups(rows_RD, payload) if payload.scales == "group" else rounded(rows_RD, payload)
+
+
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -27,7 +38,7 @@ class _Dispatch(torch.autograd.Function):
     ) -> Tensor:
         header = out.pop()
         with _moving(dispatcher):
-            rows_RD, layout = dispatcher._send(x_TD, ids_TK, header)  # type: ignore[arg-type]
+            rows_RD, layout = dispatcher._send(_carried(dispatcher, x_TD, header), ids_TK, header)  # type: ignore[arg-type]
         out.append(layout)
         ctx.dispatcher, ctx.layout = dispatcher, layout
         return rows_RD
@@ -36,6 +47,7 @@ class _Dispatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         header = ctx.dispatcher.header("dispatch backward", ctx.layout, False)
+        grad_RD = _carried(ctx.dispatcher, grad_RD, header)
         with _moving(ctx.dispatcher):
             return ctx.dispatcher._sum(grad_RD, None, ctx.layout, header), None, None, None, None
 
@@ -47,8 +59,9 @@ class _Combine(torch.autograd.Function):
     ) -> Tensor:
         header = dispatcher.header("combine", layout, grad)
         wide_TK = weights_TK.to(torch.promote_types(rows_RD.dtype, torch.float32))
+        carried_RD = _carried(dispatcher, rows_RD, header)
         with _moving(dispatcher):
-            y_TD = dispatcher._sum(rows_RD, wide_TK, layout, header)
+            y_TD = dispatcher._sum(carried_RD, wide_TK, layout, header)
         # Peers read the saved rows again in backward, in place.
         ctx.save_for_backward(rows_RD, wide_TK)
         ctx.dispatcher, ctx.layout, ctx.weights_dtype = dispatcher, layout, weights_TK.dtype
@@ -60,6 +73,7 @@ class _Combine(torch.autograd.Function):
         rows_RD, weights_TK = ctx.saved_tensors
         header = ctx.dispatcher.header("combine backward", ctx.layout, ctx.needs_input_grad[1])
         rows = rows_RD if ctx.needs_input_grad[1] else None
+        grad_TD = _carried(ctx.dispatcher, grad_TD, header)
         with _moving(ctx.dispatcher):
             grad_rows_RD, grad_TK = ctx.dispatcher._spread(grad_TD, rows, weights_TK, ctx.layout, header)
         return grad_rows_RD, None if grad_TK is None else grad_TK.to(ctx.weights_dtype), None, None, None
@@ -69,8 +83,9 @@ def dispatch(dispatcher: Dispatcher, x_TD: Tensor, ids_TK: Tensor, label: str) -
     """Differentiable dispatch; see ``Dispatcher.dispatch``."""
     header = dispatcher.dispatch_header(x_TD, ids_TK, label)
     if not header.requires_grad:
+        x_TD = _carried(dispatcher, x_TD.detach(), header)
         with _moving(dispatcher):
-            return Dispatched(*dispatcher._send(x_TD.detach(), ids_TK, header))
+            return Dispatched(*dispatcher._send(x_TD, ids_TK, header))
     out: list[Any] = [header]
     rows_RD = _Dispatch.apply(x_TD, ids_TK, dispatcher, label, out)
     return Dispatched(rows_RD, out[0])
@@ -104,6 +119,8 @@ def combine(dispatcher: Dispatcher, rows_RD: Tensor, weights_TK: Tensor, layout:
     grad = torch.is_grad_enabled() and (rows_RD.requires_grad or weights_TK.requires_grad)
     if not grad:
         wide_TK = weights_TK.detach().to(torch.promote_types(rows_RD.dtype, torch.float32))
+        header = dispatcher.header("combine", layout, False)
+        rows_RD = _carried(dispatcher, rows_RD.detach(), header)
         with _moving(dispatcher):
-            return dispatcher._sum(rows_RD.detach(), wide_TK, layout, dispatcher.header("combine", layout, False))
+            return dispatcher._sum(rows_RD, wide_TK, layout, header)
     return _Combine.apply(rows_RD, weights_TK, dispatcher, layout, grad)  # type: ignore[no-any-return]

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_comm.dispatch.header import DTYPES, Header
+from moe_comm.dispatch.payload import AS_THEY_ARE, Payloads
 from moe_comm.errors import ConfigError, InputError, MoeCommError, RoutingError
 from moe_comm.topology import ExpertPlacement
 
@@ -39,15 +40,26 @@ class DispatchOptions:
     deterministic: the bits of the results do not depend on the number of ranks; False allows a backend to
         sum partial results in another order where that moves fewer bytes.
     checked: compare headers before every operation; where False, only in dispatch.
+    payloads: what rows look like while they travel, by direction; rounding is the same with every backend, so that
+        bits still do not depend on the number of ranks. Only ``all_to_all`` and ``all_gather`` move fewer bytes:
+        ``local`` and ``shared_memory`` read rows where they lie.
     """
 
     timeout_s: float = 300.0
     deterministic: bool = True
     checked: bool = True
+    payloads: Payloads = AS_THEY_ARE
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout_s < math.inf:
             raise ConfigError(f"timeout_s must be a positive, finite number of seconds; got {self.timeout_s}")
+        if not isinstance(self.payloads, Payloads):
+            raise ConfigError(f"payloads must be a Payloads, a choice for each direction; got {self.payloads!r}")
+        if self.deterministic and not self.payloads.invariant:
+            raise ConfigError(
+                "with fp8 scales per group of rows the bits depend on the number of ranks; use fp8_block for "
+                "gradients, or DispatchOptions(deterministic=False)"
+            )
 
 
 @dataclass(frozen=True)
@@ -96,6 +108,8 @@ class Dispatcher(ABC):
     """Moves token rows to the ranks that hold their experts, and the results back. Differentiable."""
 
     name: ClassVar[str]
+    packs: ClassVar[bool] = False
+    """Whether it moves rows as their payload; else it is given rows that are rounded as the payload would."""
 
     def __init__(
         self,

@@ -10,12 +10,18 @@ Costs are bytes a token that one rank moves in dispatch and combine, forward, wi
       not            (W - 1) + (W - 1) * 4 / item       2 W + 2 K + 2 K + 4 (W + 1) / item
       deterministic
 
-A wire byte counts as ``WIRE_BYTE`` bytes in memory. Only the order of the sums matters, and they are far apart.
+A payload makes the rows on the wire that much shorter; and where combine has one, rows go back even if it need not be
+deterministic. A wire byte counts as ``WIRE_BYTE`` bytes in memory. Only the order of the sums matters, and they are
+far apart.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import torch
+
+from moe_comm.dispatch.payload import AS_THEY_ARE, Payloads, bytes_per_row
 
 WIRE_BYTE = 8.0
 
@@ -43,6 +49,16 @@ class Traffic:
     hidden: int = 1024
     item_bytes: int = 4
     deterministic: bool = True
+    payloads: Payloads = AS_THEY_ARE
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """One with ``item_bytes``."""
+        return {2: torch.bfloat16, 8: torch.float64}.get(self.item_bytes, torch.float32)
+
+    def wire_row(self, op: str) -> int:
+        """Bytes of one row on the wire in ``op``."""
+        return bytes_per_row(self.hidden, self.payloads.of(op), self.dtype)
 
 
 @dataclass(frozen=True)
@@ -96,15 +112,16 @@ def choose(facts: GroupFacts, traffic: Traffic | None = None) -> Choice:
     world, slots = facts.world, traffic.top_k or 1
     away = slots * (world - 1) / world
     wide = max(4, traffic.item_bytes) / traffic.item_bytes
-    if traffic.deterministic:
-        gather_wire, gather_copied = world - 1 + away, 2.0 * world + 7 * slots + 1
+    out, back = traffic.wire_row("dispatch"), traffic.wire_row("combine")
+    if traffic.deterministic or traffic.payloads.of("combine").narrows(traffic.dtype):
+        gather_wire, gather_copied = (world - 1) * out + away * back, 2.0 * world + 7 * slots + 1
     else:
-        gather_wire, gather_copied = (world - 1) * (1 + wide), 2 * world + 4 * slots + wide * (world + 1)
+        gather_wire, gather_copied = (world - 1) * (out + wide * row), 2 * world + 4 * slots + wide * (world + 1)
     found = [
         Candidate("local", "" if world == 1 else _LOCAL.format(world=world), 0, (3 * slots + 1) * row),
         Candidate("shared_memory", _shared_memory_problem(facts), 0, (3 * slots + 1) * row),
-        Candidate("all_to_all", "", 2 * away * row, (11 * slots + 1) * row),
-        Candidate("all_gather", "", gather_wire * row, gather_copied * row),
+        Candidate("all_to_all", "", away * (out + back), (11 * slots + 1) * row),
+        Candidate("all_gather", "", gather_wire, gather_copied * row),
     ]
     picked = min((c for c in found if not c.problem), key=lambda c: c.cost)
     return Choice(picked.backend, facts, traffic, tuple(found))

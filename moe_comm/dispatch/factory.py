@@ -13,8 +13,8 @@ from moe_comm.dispatch.channel import Channel
 from moe_comm.dispatch.choice import Choice, GroupFacts, Traffic, choose
 from moe_comm.dispatch.handshake import digest, meet
 from moe_comm.dispatch.local import LocalDispatcher
-from moe_comm.errors import ConfigError, MissingDependency, MoeCommError
-from moe_comm.runtime.shared import host_key, native
+from moe_comm.errors import ConfigError, MoeCommError
+from moe_comm.runtime.shared import host_word, native_is_built
 from moe_comm.topology import ExpertPlacement
 
 BACKENDS = ("auto", "local", "shared_memory", "all_to_all", "all_gather")
@@ -83,8 +83,8 @@ def explain_choice(
     """The table by which ``auto`` chooses: each backend, why it cannot be used or what it would cost. Collective."""
     options = options or DispatchOptions()
     if group is None or dist.get_world_size(group) == 1:
-        facts = GroupFacts(1, 1, _native(), torch.device(device or "cpu").type, "nothing")
-        return str(choose(facts, traffic or Traffic(deterministic=options.deterministic)))
+        facts = GroupFacts(1, 1, native_is_built(), torch.device(device or "cpu").type, "nothing")
+        return str(choose(facts, traffic or _traffic(options)))
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     return str(_meet(group, rank, world, options, traffic, device, {"expected traffic": digest(traffic)}, None))
 
@@ -103,22 +103,19 @@ def _meet(
     channel = Channel(group, rank, world, options.timeout_s)
     where = torch.device(device) if device is not None else channel.rows_device
     same = {**same, "deterministic": int(options.deterministic), "rows on the CPU": int(where.type == "cpu")}
-    told = {"host": int(host_key(), 16) >> 2, "native": int(_native())}
+    same["payloads"] = digest(options.payloads)
+    told = {"host": host_word(), "native": int(native_is_built())}
     found = meet(channel, group, "a dispatcher", same, told, fault)
     facts = GroupFacts(world, len(set(found["host"])), all(found["native"]), where.type, dist.get_backend(group))
-    return choose(facts, traffic or Traffic(deterministic=options.deterministic))
+    return choose(facts, traffic or _traffic(options))
 
 
-def _native() -> bool:
-    try:
-        native()
-    except MissingDependency:
-        return False
-    return True
+def _traffic(options: DispatchOptions) -> Traffic:
+    return Traffic(deterministic=options.deterministic, payloads=options.payloads)
 
 
 def _local(placement: ExpertPlacement, group: ProcessGroup | None, options: DispatchOptions) -> Dispatcher:
-    if not _native():
+    if not native_is_built():
         return LocalDispatcher(placement, group, 0, options)
     from moe_comm.dispatch.local_native import NativeLocalDispatcher
 

@@ -184,6 +184,7 @@ class MoELayer(ParallelModule):
             config.hidden,
             (dtype or torch.get_default_dtype()).itemsize,
             (options or DispatchOptions()).deterministic,
+            (options or DispatchOptions()).payloads,
         )
 
         def make(where: torch.device | str | None) -> Dispatcher:

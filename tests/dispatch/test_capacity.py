@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -95,12 +94,6 @@ def test_unknown_policies_and_unequal_shapes_are_refused() -> None:
 
 
 # --- over the whole batch ---
-
-
-@pytest.fixture(scope="module")
-def pool2() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
-        yield pool
 
 
 def batch(seed: int, tokens: int, top_k: int, experts: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

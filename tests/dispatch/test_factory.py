@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,12 +17,6 @@ from tests.dispatch.workers import Told, caught
 from tests.pool import RankPool
 
 HOST = GroupFacts(world=4, hosts=1, native=True, device="cpu", transport="gloo")
-
-
-@pytest.fixture(scope="module")
-def pool2() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
-        yield pool
 
 
 @pytest.mark.parametrize(
@@ -61,7 +54,7 @@ def test_one_rank_gets_local_whatever_is_asked() -> None:
 
 
 def test_without_the_native_core_one_rank_works_in_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_comm.dispatch.factory._native", lambda: False)
+    monkeypatch.setattr("moe_comm.dispatch.factory.native_is_built", lambda: False)
     x_TD, ids_TK = torch.arange(6.0).view(3, 2), torch.tensor([[1], [0], [-1]])
     found = make_dispatcher(2).dispatch(x_TD, ids_TK)
     assert found.rows_RD.tolist() == [[2, 3], [0, 1]] and found.layout.num_dropped == 1
@@ -89,8 +82,8 @@ def test_a_deadline_must_be_positive(timeout_s: float) -> None:
 def chosen(rank: int, world: int, native: list[bool]) -> tuple[str, str, str, Told, Told]:
     import moe_comm.dispatch.factory as factory
 
-    real = factory._native
-    factory._native = lambda: real() and native[rank]
+    real = factory.native_is_built
+    factory.native_is_built = lambda: real() and native[rank]
     try:
         group = dist.group.WORLD
         return (
@@ -101,7 +94,7 @@ def chosen(rank: int, world: int, native: list[bool]) -> tuple[str, str, str, To
             caught(lambda: make_dispatcher(4, group, "shared_memory", device="cuda")),
         )
     finally:
-        factory._native = real
+        factory.native_is_built = real
 
 
 def test_all_ranks_choose_alike_even_if_one_lacks_the_native_core(pool2: RankPool) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moe_comm.dispatch import Dispatcher, DispatchOptions, Layout, make_dispatcher
+from moe_comm.dispatch import Dispatcher, DispatchOptions, Layout, Payloads, make_dispatcher
 from moe_comm.dispatch.local import LocalDispatcher
 from moe_comm.topology import ExpertPlacement
 from tests.dispatch import cases
@@ -32,10 +32,11 @@ class Job:
     checked: bool = True
     deterministic: bool = True
     how: str = ""
+    payloads: Payloads = Payloads()  # noqa: RUF009 - frozen
 
     @property
     def options(self) -> DispatchOptions:
-        return DispatchOptions(self.timeout_s, self.deterministic, self.checked)
+        return DispatchOptions(self.timeout_s, self.deterministic, self.checked, self.payloads)
 
 
 @dataclass(frozen=True)
