@@ -1,0 +1,122 @@
+"""What ranks on hosts do in tests. Imports little: most of these need no torch, and every rank begins afresh."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moe_comm.errors import RoutingError
+
+if TYPE_CHECKING:
+    from tests.dispatch.workers import Result
+
+CASES = (
+    "plain",
+    "no tokens anywhere",
+    "all tokens on the last rank",
+    "uneven experts, one rank without",
+    "all tokens to one expert",
+    "some slots dropped",
+    "bfloat16",
+    "hidden 1024",
+)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank sees of the host that it is on."""
+
+    name: str
+    address: str
+    interfaces: tuple[str, ...]
+    memory: tuple[str, ...]
+    ranks: tuple[str, ...]
+
+
+def look_around(note: str) -> Seen:
+    Path("/dev/shm", f"{note}-{os.environ['RANK']}").touch()
+    name = socket.gethostname()
+    interfaces = tuple(interface for _, interface in socket.if_nameindex())
+    ranks = tuple(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"))
+    return Seen(name, socket.gethostbyname(name), interfaces, tuple(sorted(os.listdir("/dev/shm"))), ranks)
+
+
+def listening() -> set[str]:
+    """Addresses of this host that somebody listens on."""
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                raw = bytes.fromhex(fields[1].split(":")[0])
+                found.add(socket.inet_ntoa(raw[::-1]) if len(raw) == 4 else raw.hex())
+    return found
+
+
+@dataclass(frozen=True)
+class Met:
+    """key: of the host. picked: by ``auto``. told: name of what asking for shared memory raises. listening: before any
+    rank ended. results: of the contract's cases."""
+
+    rank: int
+    key: str
+    picked: str
+    told: str
+    listening: set[str]
+    results: dict[str, Result]
+
+
+def dispatch() -> Met:
+    """Under the group that is there."""
+    import torch.distributed as dist
+
+    from moe_comm.dispatch import make_dispatcher
+    from moe_comm.runtime.launch import init_ranks
+    from moe_comm.runtime.shared import host_key
+    from tests.dispatch import cases, workers
+    from tests.dispatch.workers import Job
+
+    with init_ranks() as here:
+        group = dist.group.WORLD
+        told, _ = workers.caught(lambda: make_dispatcher(8, group, "shared_memory"))
+        picked = make_dispatcher(8, group).name
+        results = {
+            case: workers.run_case(cases.BY_NAME[case], Job("auto"), group, here.rank, here.world) for case in CASES
+        }
+        listens = listening()
+        dist.barrier()
+    return Met(here.rank, host_key(), picked, told, listens, results)
+
+
+def train(settings: list[str]) -> list[float]:
+    from moe_comm.train import run
+
+    folder = run("tiny", settings).folder
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line[key] for line in lines for key in ("loss", "grad_norm") if key in line]
+
+
+def train_here(rank: int, world: int, settings: list[str]) -> list[float]:
+    return train(settings)
+
+
+def fail_on_the_last(how: str) -> None:
+    rank = int(os.environ["RANK"])
+    if how == "group":
+        if rank:
+            raise RoutingError("expert id 9 of token 3")
+        import torch.distributed as dist
+
+        dist.barrier()
+    elif how == "hang":
+        while True:
+            signal.pause()  # a signal that asks for stacks ends a pause
+    elif rank and how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif rank:
+        raise KeyError("a key")

@@ -1,0 +1,256 @@
+"""Hosts on one machine: really apart, their links no faster than asked for, gone in any case; and ranks on them."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_comm.bench.host_ranks import measure_links, run_on_hosts
+from moe_comm.bench.hosts import Hosts, burst_bytes, why_not
+from moe_comm.errors import ConfigError, RoutingError
+from moe_comm.runtime.launch import RankFailed
+from tests.bench import host_work
+from tests.bench.host_work import CASES
+from tests.dispatch import cases, workers
+from tests.dispatch.workers import Job
+from tests.pool import RankPool
+from tests.train.common import write_text
+
+GBIT = 0.2
+SHAPED = 1.15
+"""What a link may seem to carry over what it was given. There is no lower bound: the machine may be busy."""
+
+
+@pytest.fixture(scope="module")
+def able() -> None:
+    """Namespaces can be made here."""
+    if problem := why_not():
+        pytest.skip(problem)
+
+
+@pytest.fixture(scope="module")
+def pair(able: None) -> Iterator[Hosts]:
+    """Two hosts and a cable, for all tests that leave them as they are."""
+    with Hosts(2, GBIT) as hosts:
+        yield hosts
+
+
+def ended(watched: list[int], within_s: float) -> list[bool]:
+    """Whether the processes of these pidfds, which are closed, have ended."""
+    found = []
+    for pidfd in watched:
+        found.append(bool(select.select([pidfd], [], [], within_s)[0]))
+        os.close(pidfd)
+    return found
+
+
+def network_of(pid: int) -> int:
+    return Path(f"/proc/{pid}/ns/net").stat().st_ino
+
+
+# --- links ---
+
+
+def test_a_link_carries_no_more_than_it_is_given_in_either_direction(pair: Hosts) -> None:
+    rates = measure_links(pair, 6 << 20)
+    assert len(rates) == 2 and all(0 < rate <= SHAPED * GBIT for rate in rates), rates
+
+
+def test_a_switch_gives_every_host_its_rate_and_the_one_that_all_send_to_no_more(able: None) -> None:
+    with Hosts(3, GBIT) as hosts:
+        around = measure_links(hosts, 2 << 20)
+        assert all(0 < rate <= SHAPED * GBIT for rate in around), around
+        first, *others = measure_links(hosts, 3 << 20, [(1, 0), (2, 0)])
+        assert 0 < first <= SHAPED * GBIT and others == [0, 0]
+
+
+def test_the_bucket_holds_a_whole_packet_and_a_late_timers_worth() -> None:
+    assert burst_bytes(0.001) == burst_bytes(1) > 65536 + 45 * 66
+    assert burst_bytes(40) == 40e9 / 8 * 250e-6
+
+
+# --- apart ---
+
+
+def test_hosts_share_neither_name_nor_network_nor_shared_memory(pair: Hosts) -> None:
+    seen = run_on_hosts(host_work.look_around, ("note",), pair, 1, 30, group=False)
+    assert [(one.name, one.address) for one in seen] == [(host.name, host.address) for host in pair.hosts]
+    assert len({socket.gethostname(), *(one.name for one in seen)}) == 3
+    assert all(sorted(one.interfaces) == ["link0", "lo"] for one in seen)
+    assert [one.memory for one in seen] == [("note-0",), ("note-1",)]
+    assert not Path("/dev/shm/note-0").exists()
+    assert [one.ranks for one in seen] == [("0", "2", "0", "1", "0"), ("1", "2", "0", "1", "1")]
+
+
+def test_nothing_appears_among_the_machines_own_interfaces(pair: Hosts) -> None:
+    before = socket.if_nameindex()
+    with Hosts(3, GBIT) as hosts:
+        assert socket.if_nameindex() == before
+        assert network_of(os.getpid()) not in {network_of(host.pid) for host in hosts.hosts}
+    assert socket.if_nameindex() == before
+
+
+# --- gone ---
+
+
+def test_hosts_go_when_the_block_ends_by_an_exception(able: None) -> None:
+    watched: list[int] = []
+    networks: list[int] = []
+
+    def fail() -> None:
+        with Hosts(2, GBIT) as hosts:
+            # Whatever runs on a host goes with it, also what was not started as a rank.
+            pipe = subprocess.PIPE
+            other = subprocess.Popen(hosts.command(1, ["sh", "-c", "echo in; read _"]), stdin=pipe, stdout=pipe)
+            assert other.stdout is not None and other.stdout.readline() == b"in\n"
+            pids = [*(host.pid for host in hosts.hosts), other.pid]
+            watched.extend(map(os.pidfd_open, pids))
+            networks.extend(map(network_of, pids[:2]))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    # No process, no name: nothing keeps the kernel from taking a namespace down.
+    assert len({*networks, network_of(os.getpid())}) == 3
+    assert ended(watched, 0) == [True] * 3
+
+
+MAKER = """
+import os, signal, sys
+from moe_comm.bench.hosts import Hosts
+from moe_comm.bench.host_ranks import run_on_hosts
+
+def hang():
+    os.write(1, b"%d\\n" % os.getpid())  # in one piece: two ranks write
+    signal.pause()
+
+if __name__ == "__main__":
+    import maker
+    with Hosts(2, 1.0) as hosts:
+        for host in hosts.hosts:
+            print(host.pid, flush=True)
+        run_on_hosts(maker.hang, (), hosts, 1, 60, group=False)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_hosts_and_ranks_go_when_their_maker_is_killed(able: None, tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "maker.py").write_text(MAKER)
+    path = os.pathsep.join([str(tmp_path), os.getcwd()])
+    run = subprocess.Popen(
+        [sys.executable, "-m", "maker"], env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True
+    )
+    with run:
+        try:
+            assert run.stdout is not None
+            pids = [int(run.stdout.readline()) for _ in range(4)]
+            assert len({network_of(pid) for pid in pids}) == 2
+            watched = [os.pidfd_open(pid) for pid in pids]
+            os.kill(pids[3], signal.SIGSTOP)  # not even a stopped rank stays
+        finally:
+            run.send_signal(number)
+    assert ended(watched, 20) == [True] * 4
+
+
+# --- ranks ---
+
+
+@pytest.fixture(scope="module")
+def met(pair: Hosts) -> list[host_work.Met]:
+    """What two hosts of two ranks found."""
+    found: list[host_work.Met] = run_on_hosts(host_work.dispatch, (), pair, 2, 120)
+    return found
+
+
+def test_ranks_meet_over_the_link_and_nobody_listens_elsewhere(pair: Hosts, met: list[host_work.Met]) -> None:
+    assert [one.rank for one in met] == [0, 1, 2, 3]
+    assert [one.listening for one in met] == [{host.address} for host in pair.hosts for _ in range(2)]
+
+
+def test_between_hosts_auto_takes_no_shared_memory_and_it_is_refused(met: list[host_work.Met]) -> None:
+    keys = [one.key for one in met]
+    assert keys[0] == keys[1] != keys[2] == keys[3]
+    (picked,) = {one.picked for one in met}
+    assert picked not in ("local", "shared_memory")
+    assert {one.told for one in met} == {"ConfigError"}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_hosts_of_two_ranks_dispatch_with_the_bits_of_one_rank(met: list[host_work.Met], case: str) -> None:
+    whole = workers.run_case(cases.BY_NAME[case], Job("plain"), None, 0, 1)
+    for part in ("rows_RD", "y_TD", "x_grad_TD", "weights_grad_TK", "experts_grad"):
+        found = torch.cat([getattr(one.results[case], part) for one in met])
+        assert torch.equal(found, getattr(whole, part)), part
+
+
+def test_two_hosts_train_with_the_losses_of_one(pair: Hosts, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("pydantic")
+    settings = [*write_text(tmp_path), "run.steps=3", "run.eval_batches=1"]
+    with RankPool(2) as pool:
+        expected = pool.run(host_work.train_here, [*settings, f"run.folder={tmp_path / 'one'}"], timeout=140)
+    found = run_on_hosts(host_work.train, ([*settings, f"run.folder={tmp_path / 'two'}"],), pair, 1, 140)
+    assert len(expected[0]) == 6 and expected[0] == expected[1]
+    assert found == expected
+
+
+# --- what goes wrong ---
+
+
+def test_the_first_cause_is_raised_and_names_rank_and_host(pair: Hosts) -> None:
+    with pytest.raises(RoutingError, match=r"rank 1 on host 1 \(10\.77\.0\.2\): expert id 9 of token 3"):
+        run_on_hosts(host_work.fail_on_the_last, ("group",), pair, 1, 60)
+
+
+@pytest.mark.parametrize(
+    ("how", "message", "details"),
+    [
+        ("killed", r"rank 1 on host 1 .* was killed by SIGKILL", ""),
+        ("foreign", r"rank 1 on host 1 .* failed with KeyError: 'a key'", "fail_on_the_last"),
+        ("hang", r"rank 0 on host 0 .*, rank 1 on host 1 .*: not done within 3 s", "in fail_on_the_last"),
+    ],
+)
+def test_other_failures_say_who_and_where(pair: Hosts, how: str, message: str, details: str) -> None:
+    with pytest.raises(RankFailed, match=message) as caught:
+        run_on_hosts(host_work.fail_on_the_last, (how,), pair, 1, 3 if how == "hang" else 30, group=False)
+    assert details in caught.value.details
+
+
+def test_without_root_or_tools_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 1000)
+        with pytest.raises(ConfigError, match=r"cannot make 2 hosts: .*needs root.*1000.*sudo"), Hosts(2, 1):
+            pass
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda tool: None if tool in ("ip", "tc") else f"/bin/{tool}")
+    with pytest.raises(ConfigError, match=r"ip, tc not found; install iproute2"), Hosts(2, 1):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("count", "gbit", "message"),
+    [(1, 1.0, "count"), (65, 1.0, "count"), (2, 0.0, "link_gbit"), (2, float("nan"), "nan")],
+)
+def test_senseless_numbers_are_refused(count: int, gbit: float, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Hosts(count, gbit)
+
+
+def test_functions_that_no_rank_can_import_are_refused() -> None:
+    hosts = Hosts(2, 1)
+    with pytest.raises(ConfigError, match="importable"):
+        run_on_hosts(lambda: None, (), hosts, 1, 1)
+    with pytest.raises(ConfigError, match="ranks_per_host"):
+        run_on_hosts(host_work.train, (), hosts, 0, 1)
+    with pytest.raises(ConfigError, match="not up"):
+        run_on_hosts(host_work.train, (), hosts, 1, 1)
