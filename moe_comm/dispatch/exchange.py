@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.dispatch.channel import Channel
-from moe_comm.dispatch.header import COLLECTIVE, Header, failure, fault_word
+from moe_comm.dispatch.header import COLLECTIVE, Header, failure, fault_word, other_collective
 from moe_comm.errors import HeapError
 from moe_comm.runtime.meter import COMMUNICATION
 from moe_comm.runtime.shared import DTYPE_CODES, SharedGroup, block, native, warm
@@ -29,20 +30,33 @@ class SharedChannel(Channel):
     """
 
     _shared: SharedGroup | None = None
+    _calls = 0
     sharing = True
     """Set alike on every rank: whether to use shared memory where there is some."""
+    checked = False
+    """Set alike on every rank: whether ``compare`` asks the others where calls are not compared by themselves."""
 
     def share(self, shared: SharedGroup) -> None:
         """Use ``shared``, which belongs to the same group. Every rank calls this at the same place."""
         self._core = native()
         self._exchange = self._core.Exchange(shared.communicator, torch.get_num_threads())
         self._shared = shared
-        self._calls = 0
 
     @property
     def shares(self) -> bool:
         """Whether CPU tensors travel through shared memory, in calls that ranks compare."""
         return self._shared is not None and self.sharing
+
+    def compare(self, doing: str) -> None:
+        """Before a collective, if ``checked``: raise ``RankMismatch`` on every rank unless all are about to do this."""
+        if not self.checked or self.shares:
+            return
+        self._calls += 1
+        words = torch.tensor([self._calls, zlib.crc32(doing.encode())])
+        told = super().all_gather(words.to(self.control_device), f"the check before {doing}").cpu()
+        odd = [rank for rank, row in enumerate(told.tolist()) if row != told[self.rank].tolist()]
+        if odd:
+            raise other_collective(self.rank, self._calls, doing, f"ranks {odd} are in another")
 
     def sums(self, x: Tensor) -> bool:
         """As ``Channel.sums``; shared memory adds in fp32, in order of rank, and rounds once."""

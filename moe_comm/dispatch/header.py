@@ -132,7 +132,7 @@ def check(headers: Sequence[Words], rank: int, own: Header) -> None:
         if words[FAULT_SLOT]:
             raise FAULTS[int(words[FAULT_SLOT]) - 1](f"rank {peer}: {_text(words)}")
     if own.op == COLLECTIVE and len({tuple(words[:NUM_COMPARED]) for words in headers}) > 1:
-        raise _other_collective(headers, rank, own)
+        raise other_collective(rank, own.seq, own.label, _others(headers, rank))
     for field in range(NUM_COMPARED):
         values = [int(words[field]) for words in headers]
         if len(set(values)) > 1:
@@ -144,15 +144,20 @@ def check(headers: Sequence[Words], rank: int, own: Header) -> None:
             )
 
 
-def _other_collective(headers: Sequence[Words], rank: int, own: Header) -> errors.RankMismatch:
-    mine = headers[rank][:NUM_COMPARED]
+def _others(headers: Sequence[Words], rank: int) -> str:
+    """What the ranks do that are not in the collective of ``rank``."""
     others = []
     for peer, words in enumerate(headers):
-        if (words[:NUM_COMPARED] != mine).any():
+        if (words[:NUM_COMPARED] != headers[rank][:NUM_COMPARED]).any():
             what = _text(words) if _show(0, words) == COLLECTIVE else f"{_show(0, words)} of layer {_text(words)!r}"
             others.append(f"rank {peer} in call {words[1]}, {what}")
+    return ", ".join(others)
+
+
+def other_collective(rank: int, call: int, doing: str, others: str) -> errors.RankMismatch:
+    """The error of a rank in one collective whose peers are in another."""
     return errors.RankMismatch(
-        f"rank {rank} is in call {own.seq}, {own.label}, but {', '.join(others)}: "
+        f"rank {rank} is in call {call}, {doing}, but {others}: "
         "ranks of a group must make the same calls in the same order with the same shapes"
     )
 

@@ -23,122 +23,45 @@ shared memory (``dispatch.exchange``), others over the group's backend, with the
 
 from __future__ import annotations
 
-import math
-import warnings
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_comm.dispatch.channels import (
+    CollectiveOptions,
+    channel_of,
+    configure_collectives,
+    group_rank,
+    group_size,
+)
 from moe_comm.dispatch.exchange import SharedChannel
-from moe_comm.dispatch.handshake import meet
 from moe_comm.dispatch.plain import wide_dtype
-from moe_comm.errors import ConfigError, HeapError, InputError, RankMismatch
-from moe_comm.runtime.shared import SharedGroup, host_word, native_is_built
+from moe_comm.errors import InputError
+
+__all__ = [
+    "CollectiveOptions",
+    "channel_of",
+    "configure_collectives",
+    "copy_to",
+    "gather_dim",
+    "gather_dim_replicated",
+    "gather_values",
+    "group_rank",
+    "group_size",
+    "scatter_sum",
+    "sum_over",
+    "sum_values",
+    "swap_dims",
+]
 
 SMALL_BYTES = 32_768
 """Up to this size a sum is one all-gather, whose latency is half that of a reduce-scatter and an all-gather."""
-
-
-@dataclass(frozen=True)
-class CollectiveOptions:
-    """How collectives wait and check.
-
-    timeout_s: seconds to wait for a peer that lives but does not arrive before ``PeerTimeout``.
-    checked: compare operation, shape, dtype and number of the call over the group before each one, at the price of a
-        small exchange; ranks that differ get ``RankMismatch`` instead of a wrong answer. Through shared memory calls
-        are always compared, at no price.
-    shared_memory: CPU tensors of a group whose ranks are all on one host travel through shared memory.
-    """
-
-    timeout_s: float = 300.0
-    checked: bool = False
-    shared_memory: bool = True
-
-    def __post_init__(self) -> None:
-        if not 0 < self.timeout_s < math.inf:
-            raise ConfigError(f"timeout_s must be a positive, finite number of seconds; got {self.timeout_s}")
-
-
-class _State:
-    """Of this process, as process groups are: their channels, and how many checked calls each has made."""
-
-    def __init__(self) -> None:
-        self.options = CollectiveOptions()
-        self.channels: dict[ProcessGroup, SharedChannel] = {}
-        self.calls: dict[ProcessGroup, int] = {}
-
-
-_state = _State()
-
-
-def configure_collectives(options: CollectiveOptions) -> None:
-    """Set the options of this process's collectives, once at the start and alike on every rank."""
-    _state.options = options
-    for channel in _state.channels.values():
-        channel.timeout_s, channel.sharing = options.timeout_s, options.shared_memory
-
-
-def group_size(group: ProcessGroup | None) -> int:
-    """Ranks in ``group``; 1 for None."""
-    return 1 if group is None else dist.get_world_size(group)
-
-
-def group_rank(group: ProcessGroup | None) -> int:
-    """This rank's place in ``group``; 0 for None."""
-    return 0 if group is None else dist.get_rank(group)
-
-
-def channel_of(group: ProcessGroup) -> SharedChannel:
-    """The channel over which the collectives of ``group`` run. The first call for a group is collective.
-
-    Raises:
-        ConfigError: this process is not in ``group``.
-        PeerDied, PeerTimeout: a rank does not take part.
-    """
-    channel = _state.channels.get(group)
-    if channel is None:
-        rank = dist.get_rank(group)
-        if rank < 0:
-            raise ConfigError("this process is not a rank of the group that it was given")
-        for other in [other for other in _state.channels if not _alive(other)]:
-            del _state.channels[other], _state.calls[other]  # or destroyed groups would never be freed
-        channel = SharedChannel(group, rank, dist.get_world_size(group), _state.options.timeout_s)
-        channel.sharing = _state.options.shared_memory
-        same = {"checked": int(_state.options.checked), "shared_memory": int(channel.sharing)}
-        told = {"host": host_word(), "native core": int(native_is_built())}
-        # Ranks learn each other's processes, by which a later error can say who is missing.
-        found = meet(channel, group, "the collectives of a group", same, told)
-        one_host = len(set(found["host"])) == 1 and all(found["native core"])
-        if one_host and channel.rows_device.type == "cpu":
-            _share(channel, group)
-        _state.channels[group] = channel
-        _state.calls[group] = 0
-    return channel
-
-
-def _share(channel: SharedChannel, group: ProcessGroup) -> None:
-    try:
-        channel.share(SharedGroup.of(group))
-    except HeapError as error:  # on every rank, if on one
-        warnings.warn(
-            f"{error}; collectives go over the group's backend, which is slower", RuntimeWarning, stacklevel=3
-        )
-
-
-def _alive(group: ProcessGroup) -> bool:
-    try:
-        dist.get_process_group_ranks(group)
-    except (KeyError, ValueError):
-        return False
-    return True
 
 
 # --- differentiable ---
@@ -267,19 +190,10 @@ def _check_cut(x: Tensor, dim: int, group: ProcessGroup | None) -> None:
 
 
 def _begin(call: _Call, name: str, x: Tensor) -> tuple[SharedChannel, str]:
-    """The channel, and what to say about this call; with ``checked``, after comparing it with the peers'."""
+    """The channel, and what to say about this call, compared with the peers' where that is wanted."""
     channel = channel_of(call.group)
     doing = f"{name} of {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} along {call.dim}"
-    if _state.options.checked and not channel.shares:
-        _state.calls[call.group] += 1
-        words = torch.tensor([_state.calls[call.group], zlib.crc32(doing.encode())])
-        told = channel.all_gather(words.to(channel.control_device), f"the check before {doing}").cpu()
-        if not bool((told == told[0]).all()):
-            odd = [rank for rank, row in enumerate(told.tolist()) if row != told[channel.rank].tolist()]
-            raise RankMismatch(
-                f"rank {channel.rank} is in call {_state.calls[call.group]}, {doing}, but ranks {odd} are in another: "
-                "ranks of a group must make the same calls in the same order with the same shapes"
-            )
+    channel.compare(doing)
     return channel, doing
 
 
