@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -42,6 +42,22 @@ class Box:
 
     local: tuple[slice, ...]
     whole: tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one of the ranks that hold the same part owns of it, as ``deal`` gives it: ``rows`` of dimension ``dim``."""
+
+    dim: int
+    rows: range
+
+    def shape(self, local: Sequence[int]) -> tuple[int, ...]:
+        """Of the share, where the part has shape ``local``."""
+        return (*local[: self.dim], len(self.rows), *local[self.dim + 1 :])
+
+    def of(self, local: Tensor) -> Tensor:
+        """A view of the share in the part ``local``."""
+        return local.narrow(self.dim, self.rows.start, len(self.rows))
 
 
 @dataclass(frozen=True)
@@ -82,16 +98,15 @@ class Sharding:
         """Shape of the part of the rank at ``place`` on axes of ``sizes`` (``ParallelConfig.place`` and ``.sizes``)."""
         return tuple(sum(length for _, length in runs) for runs in self._runs(place, sizes))
 
-    def boxes(self, place: Mapping[str, int], sizes: Mapping[str, int], rows: range | None = None) -> list[Box]:
+    def boxes(self, place: Mapping[str, int], sizes: Mapping[str, int], share: Share | None = None) -> list[Box]:
         """The boxes that make up this rank's part, in local order.
 
         Args:
-            rows: only these rows (dimension 0) of the local tensor, as FSDP and ZeRO keep them; offsets in
-                ``Box.local`` then count from ``rows.start``.
+            share: only this share of the local tensor, as FSDP and ZeRO keep it; ``Box.local`` is a place in the share.
         """
         runs = self._runs(place, sizes)
-        if rows is not None and runs:
-            runs[0] = _cut(runs[0], rows)
+        if share is not None and runs:
+            runs[share.dim] = _cut(runs[share.dim], share.rows)
         placed = []
         for dim_runs in runs:
             starts = [0, *accumulate(length for _, length in dim_runs)]
@@ -142,6 +157,25 @@ def _cut(runs: list[tuple[int, int]], rows: range) -> list[tuple[int, int]]:
             kept.append((begin + low - at, high - low))
         at += length
     return kept
+
+
+def deal(shape: Sequence[int], index: int, parts: int, even: bool = False) -> Share:
+    """The share of owner ``index`` of ``parts``, where a rank's part of ``shape`` (one dimension or more) is dealt out.
+
+        [64, F, D] to 4    experts 0..16, 16..32, 32..48, 48..64
+        [1, F, D] to 4     rows 0..F/4, F/4..F/2, F/2..3F/4, 3F/4..F of the one expert
+
+    Along dimension 0, which moves nothing about, where every owner gets something of it; else along the dimension that
+    leaves the largest share smallest.
+
+    Args:
+        even: a dimension other than 0 is dealt out only if it divides by ``parts``, as FSDP2 needs it.
+    """
+    dim = 0
+    if all(shape) and not row_range(shape[0], parts - 1, parts):
+        fit = [d for d, length in enumerate(shape) if d == 0 or not even or length % parts == 0]
+        dim = min(fit, key=lambda d: len(row_range(shape[d], 0, parts)) / shape[d])
+    return Share(dim, row_range(shape[dim], index, parts))
 
 
 def row_range(rows: int, index: int, parts: int) -> range:

@@ -11,7 +11,7 @@ bytes; c is the size of the dtype it computes in, state that of the optimizer's 
     *  gathered: all with a pipeline, else those of the root and of the two largest blocks
     ** until the last micro-batch's backward; with one micro-batch and no pipeline 4 M
 
-M is N over the ranks that hold the same, in whole rows and rounded up; where nobody else does, zero1 is replicate.
+M is N over the ranks that hold the same, rounded up as ``deal`` does; where nobody else does, zero1 is replicate.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import nn
 
 from moe_comm.layers.config import AttentionConfig, Recompute, TransformerConfig
 from moe_comm.layers.cross_entropy import CHUNK_ELEMENTS
-from moe_comm.topology import Sharding, row_range
+from moe_comm.topology import Sharding, deal
 from moe_comm.train.optim.base import OptimizerOptions, is_matrix
 from moe_comm.train.parallel.fsdp import DENSE_AXES, EXPERT_AXES
 from moe_comm.train.parallel.owned import Owned
@@ -131,8 +131,7 @@ def _parameter(name: str, sharding: Sharding, place: Place, sizes: Place, keepin
     index = 0
     for axis in reversed(owners):
         index = index * sizes[axis] + place[axis]
-    row = size // shape[0]
-    dealt, own = (len(row_range(shape[0], at, parts)) * row for at in (0, index))
+    dealt, own = (math.prod(deal(shape, at, parts, strategy == "fsdp").shape(shape)) for at in (0, index))
     partial = strategy == "fsdp" and not (keeping.accumulates or keeping.pipeline)
     gradients = MASTER * (dealt if partial else size)
     return Fixed(size, c * size, gradients, MASTER * dealt + state * own, 0 if partial else MASTER * dealt)

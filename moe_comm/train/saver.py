@@ -54,12 +54,6 @@ class RunSaver:
         """
         self._checkpoints.wait()
 
-    @property
-    def stall_s(self) -> float | None:
-        """Seconds that the last complete save kept training waiting; None before one."""
-        report = self._checkpoints.report
-        return None if report is None else report.stall_s
-
     def close(self) -> None:
         """Finish, and give back the group."""
         self._checkpoints.close()
@@ -86,11 +80,11 @@ class RunSaver:
         self._corpus.resume(loaded.state["sampler"])
         return loaded.step
 
-    def entries(self, optimizer: bool = True) -> dict[str, Entry]:
+    def entries(self) -> dict[str, Entry]:
         """Everything that changes in training and lies on this rank, by its name in the whole model."""
         machinery = self._machinery
         place, sizes = machinery.mesh.place, machinery.mesh.sizes
-        states = machinery.optimizer.state_tensors() if optimizer else {}
+        states = machinery.optimizer.state_tensors()
         found: dict[str, Entry] = {}
         for owned in machinery.data_parallel.owned():
             name = self._origin(owned.name)
@@ -98,7 +92,7 @@ class RunSaver:
             parts |= {f"{OPTIMIZER}/{name}/{key}": value for key, value in states.get(owned.name, {}).items()}
             for key, tensor in parts.items():
                 # A schedule shaped like a V has both copies of a tied embedding here: one is enough.
-                found.setdefault(key, Entry.of(tensor, owned.sharding, place, sizes, owned.rows))
+                found.setdefault(key, Entry.of(tensor, owned.sharding, place, sizes, owned.share))
         for stage in machinery.stages:
             for layer_name, layer in moe_layers(stage):
                 if layer.router.correction_bias is not None:

@@ -21,7 +21,7 @@ from moe_comm.integrations.hugging_face.weights import INDEX, SINGLE, HubFolder,
 from moe_comm.layers.config import TransformerConfig
 from moe_comm.layers.shard import shardings_of
 from moe_comm.layers.transformer import Transformer
-from moe_comm.topology import FoldedMesh, ParallelConfig, row_range
+from moe_comm.topology import FoldedMesh, ParallelConfig, deal
 from moe_comm.train.build import read_pretrained
 from tests.integrations.models import VOCAB, assert_close, load, save_model
 
@@ -180,10 +180,11 @@ def test_a_rank_reads_just_its_parts(name: str, mapping: ParallelConfig, folder_
             local = torch.full_like(expected, torch.nan)
             read_part(hub, made_of, local, sharding, place, sizes)
             assert torch.equal(local, expected), (own, rank)
-            rows = row_range(len(expected), 1, 3)
-            some = torch.full_like(expected[rows.start : rows.stop], torch.nan)
-            read_part(hub, made_of, some, sharding, place, sizes, rows)
-            assert torch.equal(some, expected[rows.start : rows.stop]), (own, rank, "rows")
+            for owners in (3, 7):
+                share = deal(expected.shape, 1, owners)
+                some = torch.full(share.shape(expected.shape), torch.nan)
+                read_part(hub, made_of, some, sharding, place, sizes, share)
+                assert torch.equal(some, share.of(expected)), (own, rank, share)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "mixtral, windowed and tied", "qwen3", "olmoe", "deepseek"])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_comm.errors import ConfigError
-from moe_comm.topology import ExpertPlacement, ParallelConfig, Sharding, Split, row_range
+from moe_comm.topology import ExpertPlacement, ParallelConfig, Sharding, Share, Split, deal, row_range
 
 SEEDED = settings(deadline=None, derandomize=True, max_examples=60)
 
@@ -70,19 +70,52 @@ def test_boxes_put_back_together_what_every_rank_took(case: tuple[ParallelConfig
 
 
 @SEEDED
-@given(shardings(), st.integers(1, 5))
-def test_rows_of_a_part_are_those_rows_of_what_was_taken(case: tuple[ParallelConfig, Sharding], parts: int) -> None:
+@given(shardings(), st.integers(1, 5), st.booleans())
+def test_the_shares_of_a_part_tile_it_exactly(case: tuple[ParallelConfig, Sharding], owners: int, even: bool) -> None:
+    """And their boxes are the whole tensor's, whatever the dimension and however the part is cut itself."""
     config, sharding = case
     whole = torch.arange(torch.Size(sharding.shape).numel()).view(sharding.shape)
     for rank in range(config.stage):
         place = config.place(rank)
         part = sharding.take(whole, place, config.sizes)
-        for index in range(parts):
-            rows = row_range(part.shape[0], index, parts)
-            own = part.new_full((len(rows), *part.shape[1:]), -1)
-            for box in sharding.boxes(place, config.sizes, rows):
+        times = torch.zeros_like(part)
+        for index in range(owners):
+            share = deal(part.shape, index, owners, even)
+            share.of(times).add_(1)
+            own = part.new_full(share.shape(part.shape), -1)
+            for box in sharding.boxes(place, config.sizes, share):
+                assert (own[box.local] == -1).all()
                 own[box.local] = whole[box.whole]
-            assert torch.equal(own, part[rows.start : rows.stop])
+            assert torch.equal(own, share.of(part))
+        assert (times == 1).all()
+
+
+@SEEDED
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=3), st.integers(1, 9), st.booleans())
+def test_every_owner_gets_a_share_where_a_dimension_is_long_enough(shape: list[int], owners: int, even: bool) -> None:
+    """Each rank chooses the dimension by itself, so all must choose the same."""
+    dealt = [deal(shape, index, owners, even) for index in range(owners)]
+    [dim] = {share.dim for share in dealt}
+    counts = [torch.Size(share.shape(shape)).numel() for share in dealt]
+    assert sum(counts) == torch.Size(shape).numel() and max(counts) == counts[0]
+    gets_all = [len(row_range(length, owners - 1, owners)) > 0 for length in shape]
+    divides = [length % owners == 0 for length in shape]
+    if gets_all[0] or not all(shape):
+        assert dim == 0
+    elif any(divides):
+        assert min(counts) == max(counts)
+    elif even:
+        assert dim == 0
+    else:
+        assert not any(gets_all) or min(counts) > 0
+
+
+def test_few_long_experts_are_dealt_out_by_their_rows() -> None:
+    assert [deal((1, 8, 6), index, 4) for index in (0, 3)] == [Share(1, range(2)), Share(1, range(6, 8))]
+    assert deal((2, 6, 8), 1, 4) == Share(2, range(2, 4)), "8 divides, 6 does not"
+    assert deal((1, 6, 5), 1, 4) == Share(1, range(2, 4)), "a third of 6 is less than two fifths"
+    assert deal((1, 6, 5), 1, 4, even=True) == Share(0, range(1, 1)), "nothing divides"
+    assert deal((50257, 768), 7, 8) == Share(0, range(43981, 50257)), "rows stay where they are enough"
 
 
 @given(st.integers(0, 40), st.integers(1, 9))

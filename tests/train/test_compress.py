@@ -11,29 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from moe_comm.dispatch.channel import Channel
+from moe_comm.layers.collectives import CollectiveOptions, configure_collectives
 from moe_comm.topology import FoldedMesh, ParallelConfig
 from moe_comm.train.optim import OptimizerOptions, make_optimizer
 from moe_comm.train.parallel import DataParallel, DataParallelOptions
-from tests.pool import RankPool
 
 WIDTH = 96
 
 
-@pytest.fixture(scope="module")
-def pool2():
-    with RankPool(2) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def pool4():
-    with RankPool(4) as pool:
-        yield pool
-
-
 @contextmanager
 def counted() -> Iterator[dict[str, int]]:
-    """Bytes that the channels' collectives hand to other ranks."""
+    """Bytes that the channels' collectives hand to the group's backend for other ranks."""
+    configure_collectives(CollectiveOptions(shared_memory=False))
     sent = {"bytes": 0}
     gather, exchange = Channel.all_gather, Channel.all_to_all
 
@@ -50,6 +39,7 @@ def counted() -> Iterator[dict[str, int]]:
         yield sent
     finally:
         Channel.all_gather, Channel.all_to_all = gather, exchange  # type: ignore[method-assign]
+        configure_collectives(CollectiveOptions())
 
 
 def gradient(rank: int, name: str) -> Tensor:
@@ -72,7 +62,7 @@ def reduced(rank: int, world: int, arg: tuple[str, bool]) -> Any:
     with counted() as sent:
         data_parallel.reduce()
     said = data_parallel.traffic.reduced - before
-    return sent["bytes"], said, {o.name: (o.rows, o.value.grad) for o in data_parallel.owned()}
+    return sent["bytes"], said, {o.name: (o.share, o.value.grad) for o in data_parallel.owned()}
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -95,8 +85,8 @@ def test_sums_are_of_rounded_addends_in_fp32_and_the_owners_are_not_rounded_agai
     for name in ("a", "bb"):
         exact = sum(gradient(r, name).bfloat16().float() for r in range(world))
         for result in pool.run(reduced, ("zero1", True)):
-            rows, grad = result[2][name]
-            assert torch.equal(grad, exact[rows.start : rows.stop])
+            share, grad = result[2][name]
+            assert torch.equal(grad, share.of(exact))
         replicas = [result[2][name][1] for result in pool.run(reduced, ("replicate", True))]
         # Every copy of a parameter has the same bits, or copies would drift apart.
         assert all(torch.equal(replica, replicas[0]) for replica in replicas)

@@ -13,9 +13,11 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from moe_comm.errors import ConfigError
-from moe_comm.topology import FoldedMesh, ParallelConfig, Sharding, Split, row_range
+from moe_comm.runtime.meter import COMMUNICATION
+from moe_comm.topology import FoldedMesh, ParallelConfig, Sharding, deal
 from moe_comm.train.optim import OptimizerOptions
 from moe_comm.train.parallel import DataParallel, DataParallelOptions
+from moe_comm.train.pipeline import prepare_backward
 from tests.pool import RankFailure, RankPool
 from tests.train.toy import SHARDINGS, Toy, assemble, backward, make, pieces, train
 
@@ -100,23 +102,23 @@ def test_the_toys_own_gradient_is_that_of_plain_torch():
         torch.testing.assert_close(owned.value.grad, param.grad, rtol=1e-6, atol=1e-6)
 
 
-def rows_owned(rank: int, world: int, strategy: str) -> Any:
+def shares(rank: int, world: int, strategy: str) -> Any:
     mesh = FoldedMesh(ParallelConfig(dp=world))
     _, data_parallel = make(mesh, DataParallelOptions(strategy))
-    return {o.name: (o.rows, tuple(o.value.shape), o.owner_axes) for o in data_parallel.owned()}
+    return {o.name: (o.share, tuple(o.value.shape), o.owner_axes) for o in data_parallel.owned()}
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
-def test_rows_are_dealt_out_as_row_range_says_also_unevenly(pool4, strategy):
-    for rank, owned in enumerate(pool4.run(rows_owned, strategy)):
+def test_parameters_are_dealt_out_as_deal_says_also_unevenly(pool4, strategy):
+    for rank, owned in enumerate(pool4.run(shares, strategy)):
         assert owned.keys() == SHARDINGS.keys()
-        for name, (rows, shape, axes) in owned.items():
+        for name, (share, shape, axes) in owned.items():
             whole = SHARDINGS[name].shape
             if not whole:
-                assert rows is None
+                assert share is None
                 continue
-            assert rows == row_range(whole[0], rank, 4)
-            assert shape == (len(rows), *whole[1:])
+            assert share == deal(whole, rank, 4, even=strategy == "fsdp")
+            assert shape == share.shape(whole)
             assert set(axes) >= ({"edp"} if "experts" in name else {"dp"})
 
 
@@ -158,7 +160,7 @@ class Gate(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.used = nn.Parameter(torch.ones(4, 2))
-        self.sometimes = nn.Parameter(torch.ones(4, 2))
+        self.sometimes = nn.Parameter(torch.ones(1, 4))  # dealt out along dimension 1
 
     def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
         return (x * self.used).sum() + ((x * self.sometimes).sum() if both else 0)
@@ -178,7 +180,25 @@ def gated(rank: int, world: int, _: None) -> Any:
 def test_fsdp_too_takes_gradients_that_a_rank_lacks_as_zero(pool2):
     for used, sometimes in pool2.run(gated):
         assert torch.equal(used, torch.full((2, 2), 3.0))
-        assert torch.equal(sometimes, torch.full((2, 2), 1.0))
+        assert torch.equal(sometimes, torch.full((1, 2), 1.0))
+
+
+def metered(rank: int, world: int, _: None) -> tuple[float, float]:
+    """Seconds of communication in a forward and in a backward pass without any but FSDP's."""
+    mesh = FoldedMesh(ParallelConfig(dp=2))
+    model = Gate()
+    DataParallel(model, {}, mesh, DataParallelOptions("fsdp"))
+    COMMUNICATION.take()
+    loss = model(torch.tensor(1.0), True)
+    forward = COMMUNICATION.take()
+    loss.backward()
+    return forward, COMMUNICATION.take()
+
+
+def test_what_fsdp_gathers_and_reduces_counts_as_communication(pool2):
+    for in_forward, in_backward in pool2.run(metered):
+        assert in_forward > 0
+        assert in_backward > 0
 
 
 class Line(nn.Module):
@@ -203,7 +223,7 @@ def in_bf16(rank: int, world: int, strategy: str) -> Any:
     for _ in range(2):
         data_parallel.zero_grad()
         for i in range(40):
-            data_parallel.accumulate(i == 39)
+            prepare_backward(model, i == 39)
             model(torch.tensor(1.0 if i == 0 else 2.0**-8, dtype=torch.bfloat16)).backward()
         data_parallel.reduce()
     grad = weight.value.grad.clone()
@@ -387,22 +407,13 @@ def fsdp_of(rank: int, world: int, what: str) -> None:
     if what == "mixed":
         shardings = {"dense": Sharding((2, 2)), "expert": Sharding((2, 2), expert=True)}
         DataParallel(Toy(shardings, mesh), shardings, mesh, DataParallelOptions("fsdp"))
-    elif what == "empty":
-        shardings = {
-            "experts.w2": Sharding((3, 2), (Split(0, "ep", sizes=(3, 0)),), expert=True),
-            "norm.weight": Sharding((2,)),
-        }
-        mesh = FoldedMesh(ParallelConfig(dp=2, ep=2))
-        DataParallel(Toy(shardings, mesh), shardings, mesh, DataParallelOptions("fsdp"))
     else:
         first, second = Stage([0]), Stage([1])
         second.layers["1"].up = first.layers["0"].up
         DataParallel([first, second], {}, mesh, DataParallelOptions("fsdp"))
 
 
-@pytest.mark.parametrize(
-    ("what", "said"), [("mixed", "module of their own"), ("shared", "its own copy"), ("empty", "on every rank")]
-)
+@pytest.mark.parametrize(("what", "said"), [("mixed", "module of their own"), ("shared", "its own copy")])
 def test_fsdp_refuses_what_it_cannot_spread(pool2, what, said):
     with pytest.raises(RankFailure, match=said) as failure:
         pool2.run(fsdp_of, what)
@@ -434,4 +445,4 @@ def test_one_rank_without_a_process_group_takes_any_strategy():
     for strategy in STRATEGIES:
         model, data_parallel = make(mesh, DataParallelOptions(strategy))
         backward(model, data_parallel)
-        assert all(o.rows is None and o.value.grad is not None for o in data_parallel.owned())
+        assert all(o.share is None and o.value.grad is not None for o in data_parallel.owned())

@@ -155,6 +155,8 @@ def _storages(tensors: list[Tensor]) -> dict[int, int]:
         ("parallel.ep=4", "parallel.sharding=zero1", "optimizer.kind=sgd"),
         ("parallel.ep=2", "parallel.sharding=fsdp", "optimizer.kind=lamb", "model.dtype=bfloat16"),
         ("parallel.tp=1", "parallel.pp=2", "parallel.ep=1", "parallel.etp=2", "parallel.sharding=zero1"),
+        ("parallel.ep=1", "model.experts=3", "model.top_k=1", "parallel.sharding=zero1", "model.ffn=21"),
+        ("parallel.ep=2", "model.experts=1", "model.top_k=1", "parallel.sharding=fsdp"),
     ],
     ids=" ".join,
 )

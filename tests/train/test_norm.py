@@ -12,26 +12,7 @@ from torch import nn
 from moe_comm.topology import FoldedMesh, ParallelConfig, Sharding, Split
 from moe_comm.train.parallel import DataParallel, DataParallelOptions, clip_, global_norm
 from moe_comm.train.parallel.norm import squared_norm
-from tests.pool import RankPool
 from tests.train.toy import SHARDINGS, backward, make, whole
-
-
-@pytest.fixture(scope="module")
-def pool2():
-    with RankPool(2) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def pool4():
-    with RankPool(4) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def pool8():
-    with RankPool(8) as pool:
-        yield pool
 
 
 def scalars(rank: int, world: int, strategy: str) -> float:

@@ -14,17 +14,10 @@ from moe_comm.errors import ConfigError, InputError
 from moe_comm.topology import FoldedMesh, ParallelConfig
 from moe_comm.train.optim import OptimizerOptions, Schedule, learning_rate, make_optimizer, newton_schulz
 from moe_comm.train.parallel import DataParallelOptions
-from tests.pool import RankPool
 from tests.train.toy import SHARDINGS, Toy, assemble, backward, make, pieces, train
 
 ALONE = ParallelConfig()
 DECAYED = [n for n, s in SHARDINGS.items() if len(s.shape) - s.expert >= 2 and "norm" not in n]
-
-
-@pytest.fixture(scope="module")
-def pool4():
-    with RankPool(4) as pool:
-        yield pool
 
 
 def trained(options: OptimizerOptions, lr: float = 0.05, steps: int = 3) -> dict[str, torch.Tensor]:
@@ -196,10 +189,14 @@ def resumed(rank: int, world: int, arg: tuple[str, str]) -> bool:
             there.value.copy_(here.value)
     second.publish()
     resumed_optimizer = make_optimizer(second.owned(), mesh, KINDS[kind])
-    state = {n: {k: t.clone() for k, t in s.items()} for n, s in optimizer.state_tensors().items()}
+    state, fresh = optimizer.state_tensors(), resumed_optimizer.state_tensors()
     shapes = {o.name: o.value.shape for o in first.owned()}
     assert all(t.shape == shapes[n] for n, s in state.items() for t in s.values())
-    resumed_optimizer.load_state_tensors(state, optimizer.steps)
+    assert {n: s.keys() for n, s in state.items()} == {n: s.keys() for n, s in fresh.items()}
+    for name, of_param in state.items():
+        for key, tensor in of_param.items():
+            fresh[name][key].copy_(tensor)
+    resumed_optimizer.load_steps(optimizer.steps)
     backward(model, second, 2)
     resumed_optimizer.step(0.05)
     return all(torch.equal(a.value, b.value) for a, b in zip(second.owned(), whole.owned(), strict=True))
@@ -211,22 +208,11 @@ def test_state_by_name_is_all_that_a_resumed_run_needs(pool4, kind):
         assert all(pool4.run(resumed, (kind, strategy))), strategy
 
 
-def test_state_that_does_not_fit_is_refused_and_changes_nothing():
-    mesh = FoldedMesh(ALONE)
-    model, data_parallel = make(mesh, DataParallelOptions())
-    adamw = make_optimizer(data_parallel.owned(), mesh, KINDS["adamw"])
-    sgd = make_optimizer(data_parallel.owned(), mesh, OptimizerOptions("sgd"))
+def test_a_step_before_the_gradients_are_there_is_refused():
+    _, data_parallel = make(FoldedMesh(ALONE), DataParallelOptions())
+    adamw = make_optimizer(data_parallel.owned(), FoldedMesh(ALONE), KINDS["adamw"])
     with pytest.raises(InputError, match="has no gradient"):
         adamw.step(0.1)
-    backward(model, data_parallel)
-    adamw = make_optimizer(data_parallel.owned(), mesh, KINDS["adamw"])
-    adamw.step(0.1)
-    with pytest.raises(InputError, match="optimizer state differs in"):
-        adamw.load_state_tensors(sgd.state_tensors(), 5)
-    bad = {n: {k: torch.zeros(1) for k in s} for n, s in adamw.state_tensors().items()}
-    with pytest.raises(InputError, match="has shape"):
-        adamw.load_state_tensors(bad, 5)
-    assert adamw.steps == 1 and adamw.state_tensors()["embed.weight"]["exp_avg"].abs().sum() > 0
 
 
 @pytest.mark.parametrize(

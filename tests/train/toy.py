@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from moe_comm.topology import FoldedMesh, Sharding, Split
 from moe_comm.train.optim import Optimizer, OptimizerOptions, make_optimizer
 from moe_comm.train.parallel import DataParallel, DataParallelOptions, Owned
+from moe_comm.train.pipeline import prepare_backward
 
 TOKENS = 8
 EXPERTS = 6
@@ -104,7 +105,7 @@ def backward(model: Toy, data_parallel: DataParallel, parts: int = 1) -> None:
     """All micro-batches of a step, and the sum over ranks."""
     data_parallel.zero_grad()
     for part in range(parts):
-        data_parallel.accumulate(part == parts - 1)
+        prepare_backward(model, part == parts - 1)
         model(torch.zeros(()), part, parts).backward()
     data_parallel.reduce()
 
@@ -117,8 +118,9 @@ def train(
     lr: float = 0.05,
     steps: int = 3,
     parts: int = 2,
+    shardings: Mapping[str, Sharding] = SHARDINGS,
 ) -> tuple[DataParallel, Optimizer, Toy]:
-    model, data_parallel = make(mesh, options)
+    model, data_parallel = make(mesh, options, shardings)
     optimizer = make_optimizer(data_parallel.owned(), mesh, optimizer_options)
     for _ in range(steps):
         backward(model, data_parallel, parts)
@@ -139,9 +141,11 @@ def pieces(owned: list[Owned], mesh: FoldedMesh, values: Mapping[str, Tensor] | 
     return found
 
 
-def assemble(of_ranks: list[Pieces], shardings: Mapping[str, Sharding] = SHARDINGS) -> dict[str, Tensor]:
+def assemble(
+    of_ranks: list[Pieces], shardings: Mapping[str, Sharding] = SHARDINGS, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
     """The whole parameters; fails if an element is nobody's, or if two owners' bits differ."""
-    wholes = {name: torch.full(sharding.shape, torch.nan) for name, sharding in shardings.items()}
+    wholes = {name: torch.full(sharding.shape, torch.nan, dtype=dtype) for name, sharding in shardings.items()}
     for found in of_ranks:
         for name, place, value in found:
             there = wholes[name][place]

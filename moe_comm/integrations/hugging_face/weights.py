@@ -31,7 +31,7 @@ from moe_comm.layers.config import TransformerConfig
 from moe_comm.layers.model_plan import ModelPlan
 from moe_comm.layers.shard import shardings_of
 from moe_comm.layers.transformer import HEAD, Transformer
-from moe_comm.topology import Sharding
+from moe_comm.topology import Sharding, Share
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -202,17 +202,17 @@ def read_part(
     sharding: Sharding,
     place: Mapping[str, int],
     sizes: Mapping[str, int],
-    rows: range | None = None,
+    share: Share | None = None,
 ) -> None:
     """Fill ``local``, a rank's part of a tensor, from the ``pieces`` it is made of; only these bytes are read.
 
     Args:
-        rows: ``local`` holds these rows (dimension 0) of the rank's part only; None: all.
+        share: ``local`` holds this share of the rank's part only; None: all of it.
 
     Raises:
         InputError, UnsupportedModel, CorruptFile: as ``HubFolder.read``.
     """
-    for box in sharding.boxes(place, sizes, rows):
+    for box in sharding.boxes(place, sizes, share):
         for piece in made_of:
             bounds = [_bounds(index, size) for index, size in zip(piece.place, sharding.shape, strict=False)]
             bounds += [(0, size) for size in sharding.shape[len(bounds) :]]

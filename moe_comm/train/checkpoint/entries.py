@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from moe_comm.errors import CheckpointError
-from moe_comm.topology import Box, Sharding
+from moe_comm.topology import Box, Sharding, Share
 
 
 @dataclass(frozen=True)
@@ -40,32 +40,33 @@ class Entry:
         sharding: Sharding,
         place: Mapping[str, int],
         sizes: Mapping[str, int],
-        rows: range | None = None,
+        share: Share | None = None,
     ) -> Entry:
         """The part that ``sharding`` gives the rank at ``place`` on axes of ``sizes``.
 
         Args:
             tensor: the local part, on any device; of a DTensor its local part.
             place, sizes: ``FoldedMesh.place`` and ``.sizes``, or those of a ``ParallelConfig``.
-            rows: ``tensor`` is only these rows (dimension 0) of that part, as FSDP and ZeRO keep them.
+            share: ``tensor`` is only this share of that part, as FSDP and ZeRO keep it.
 
         Raises:
             CheckpointError: the tensor has another shape.
         """
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        expected = list(sharding.local_shape(place, sizes))
-        if rows is not None and expected:
-            expected[0] = len(rows)
-        if tuple(local.shape) != tuple(expected):
-            of = f" (rows {rows.start}..{rows.stop})" if rows is not None else ""
+        expected = sharding.local_shape(place, sizes)
+        of = ""
+        if share is not None and expected:
+            expected = share.shape(expected)
+            of = f" (rows {share.rows.start}..{share.rows.stop} of dimension {share.dim})"
+        if tuple(local.shape) != expected:
             raise CheckpointError(
                 f"a tensor of shape {tuple(local.shape)} is not this rank's part{of} of a global {sharding.shape}: "
-                f"that is {tuple(expected)}"
+                f"that is {expected}"
             )
         if math.prod(sharding.shape) == 0:
             # Named by the checkpoint as any other, by a box of nothing.
             return cls(local.detach(), sharding.shape, (Box(_every(local.shape), _every(sharding.shape)),))
-        return cls(local.detach(), sharding.shape, tuple(sharding.boxes(place, sizes, rows)))
+        return cls(local.detach(), sharding.shape, tuple(sharding.boxes(place, sizes, share)))
 
     @classmethod
     def whole(cls, tensor: Tensor) -> Entry:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -61,7 +61,7 @@ class Optimizer(ABC):
     """Updates what a rank owns, from ``grad`` as ``DataParallel.reduce`` and ``clip_`` leave it.
 
     State of each parameter is a dict of tensors of the shape of ``Owned.value`` (so it has the parameter's sharding and
-    rows), there from the start. ``steps``, the updates done, is all the other state there is.
+    share), there from the start. ``steps``, the updates done, is all the other state there is.
     """
 
     def __init__(self, owned: Sequence[Owned], mesh: FoldedMesh, options: OptimizerOptions) -> None:
@@ -81,27 +81,6 @@ class Optimizer(ABC):
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
         """State by parameter name and state name: the live tensors, into which a checkpoint may load."""
         return {name: dict(state) for name, state in self._state.items()}
-
-    def load_state_tensors(self, tensors: Mapping[str, Mapping[str, Tensor]], steps: int) -> None:
-        """Take over state as ``state_tensors`` gave it, after ``steps`` updates. Tensors already in place are kept.
-
-        Raises:
-            InputError: a parameter or state is missing, unknown, or of another shape; nothing has changed then.
-        """
-        mine = {(name, key): tensor for name, state in self._state.items() for key, tensor in state.items()}
-        given = {(name, key): tensor for name, state in tensors.items() for key, tensor in state.items()}
-        if mine.keys() != given.keys():
-            odd = sorted(mine.keys() ^ given.keys())
-            raise InputError(
-                f"optimizer state differs in {len(odd)} tensors, the first is {odd[0]}; another optimizer?"
-            )
-        for where, tensor in given.items():
-            if tensor.shape != mine[where].shape:
-                raise InputError(f"state {where} has shape {tuple(tensor.shape)}; expected {tuple(mine[where].shape)}")
-        for where, tensor in given.items():
-            if tensor is not mine[where]:
-                mine[where].copy_(tensor)
-        self.load_steps(steps)
 
     def load_steps(self, steps: int) -> None:
         """Say how many updates the state has seen."""

@@ -3,7 +3,7 @@
     update = m^ / (sqrt(v^) + eps) + decay * w             as AdamW
     w     -= lr * |w| / |update| * update                  norms over the whole parameter (ratio 1 if one is 0)
 
-A parameter is spread over ranks in up to two ways: cut by tensor or expert parallelism, and dealt out by rows to the
+A parameter is spread over ranks in up to two ways: cut by tensor or expert parallelism, and dealt out to the
 ranks that own it. Each rank squares what it stands for, and one all-reduce over the stage adds up the squares of all
 parameters. Each expert of a stack is a parameter by itself, as it would be if it stood alone.
 """
@@ -69,8 +69,10 @@ class LAMB(Optimizer):
     def _spread(self, item: Owned, ratio: Tensor) -> Tensor:
         if not is_stack(item):
             return ratio[0]
+        if not item.value.numel():
+            return ratio.new_ones(())
         mine = [ratio[experts] for _, experts in stacked(item, self.mesh)]
-        return torch.cat([*mine, ratio[:0]]).view(-1, *[1] * (item.value.dim() - 1))
+        return torch.cat(mine).view(-1, *[1] * (item.value.dim() - 1))
 
 
 def _squares(values_ER: Tensor) -> Tensor:

@@ -2,8 +2,9 @@
 
 A matrix must be whole to be made orthogonal, but its momentum lies where its parameter does:
 
-    dense [R, C]         cut by tp, rows dealt to owners     gathered over both; each rank takes its own part again
+    dense [R, C]         cut by tp, dealt to owners          gathered over both; each rank takes its own part again
     experts [E, R, C]    cut by ep, etp; experts to owners   gathered over etp only: a rank has its experts' rest
+      fewer than owners  cut by ep, etp; matrices to owners  gathered over etp and the owners
     gate | up            one fused parameter                 two matrices, as if they had been kept apart
 
 So the update of a matrix does not depend on how it is spread. Embeddings, output layer, router, norms and vectors are
@@ -77,7 +78,8 @@ class Muon(Optimizer):
     def _gather_axes(item: Owned) -> tuple[str, ...]:
         """Mesh axes over which a matrix is spread, in the order of a group's name."""
         if is_stack(item):
-            return tuple(split.axis for split in item.sharding.splits if split.dim > 0)
+            owners = item.owner_axes if item.share is not None and item.share.dim > 0 else ()
+            return (*(split.axis for split in item.sharding.splits if split.dim > 0), *owners)
         return tuple(axis for axis in ("tp", "cp", "dp") if axis in item.spread_axes)
 
     def _whole(self, parts: Sequence[Tensor], items: Sequence[Owned], axes: tuple[str, ...]) -> list[Tensor]:

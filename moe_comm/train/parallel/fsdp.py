@@ -1,6 +1,6 @@
-"""FSDP2 (torch's ``fully_shard``) over a folded mesh: every rank keeps a part of the rows of each parameter.
+"""FSDP2 (torch's ``fully_shard``) over a folded mesh: every rank keeps its share of each parameter (``deal``).
 
-    unit                                  rows spread over             its gradient then summed over
+    unit                                  spread over                  its gradient then summed over
     each module of experts                edp                          etp, where it is not cut by it
     each block (child of a ModuleList     cp x dp                      tp, where it is not cut by it: norms, router
       or ModuleDict of the root)
@@ -8,10 +8,12 @@
 
 fully_shard gathers a unit's weights before its forward and its backward pass and reduce-scatters its gradients after.
 Its sums are plain sums: no division (``set_gradient_divide_factor(1)``), and no pre-multiplied sum, which gloo lacks.
+A dimension other than the first is spread only if it divides by the ranks.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,12 +23,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.layers.collectives import channel_of
-from moe_comm.topology import FoldedMesh, row_range
+from moe_comm.topology import FoldedMesh, deal
 from moe_comm.train.parallel.compress import Wire
+from moe_comm.train.parallel.metered import meter
 from moe_comm.train.parallel.owned import Held, Owned, master_dtype, named
 from moe_comm.train.parallel.replicate import compute_in
 
@@ -35,7 +38,7 @@ EXPERT_AXES = ("edp",)
 
 
 class Sharded:
-    """Parameters of which this rank keeps its rows; ``modules`` are changed in place by ``fully_shard``.
+    """Parameters of which this rank keeps its share; ``modules`` are changed in place by ``fully_shard``.
 
     Args:
         modules: this rank's pipeline stages, each its own FSDP root.
@@ -66,6 +69,9 @@ class Sharded:
             _check_axes(item)
             kept = master_dtype(item.param)
             compute_in(item.param, kept)
+            # A rank without experts has the unit all the same: FSDP gathers ahead in the order of its units, and must
+            # not wait there for ranks that wait in the dispatch for this one. It cannot reduce gradients of nothing.
+            item.param.requires_grad_(item.param.numel() > 0)
             self._kinds[item.param] = (item.sharding.expert, None if item.dtype == kept else item.dtype)
         default = next((dtype for _, dtype in self._kinds.values() if dtype is not None), None)
         for root in self.roots:
@@ -92,16 +98,19 @@ class Sharded:
         axes = EXPERT_AXES if expert else DENSE_AXES
         # Inputs are not cast: a module decides by itself what it computes in, as it does without FSDP.
         policy = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None, cast_forward_inputs=False)
+        world = self._flat[axes].size()
         fully_shard(
             module,
             mesh=self._flat[axes],
             reshard_after_forward=reshard,
+            shard_placement_fn=lambda param: Shard(deal(param.shape, 0, world, even=True).dim),
             mp_policy=policy,
             ignored_params=self._ignored & set(module.parameters()),
         )
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+        meter(module)
         # Ranks may differ in which parameters backward reaches (experts without rows); their collectives must not.
         # Older torch cannot be told: there, such parameters need a gradient of zeros, which MoELayer gives them.
         if hasattr(module, "set_reduce_scatter_unused_params"):
@@ -119,20 +128,12 @@ class Sharded:
             assert isinstance(param, DTensor)
             axes = EXPERT_AXES if item.sharding.expert else DENSE_AXES
             flat: DeviceMesh = self._flat[axes]
-            rows = row_range(self._shapes[item.name][0], flat.get_local_rank(), flat.size())
+            share = deal(self._shapes[item.name], flat.get_local_rank(), flat.size(), even=True)
             value = nn.Parameter(param.to_local().detach())
-            if value.shape != (len(rows), *self._shapes[item.name][1:]):
-                raise MoeCommError(f"FSDP keeps {tuple(value.shape)} of {item.name}, not rows {rows}: report this")
+            if value.shape != share.shape(self._shapes[item.name]):
+                raise MoeCommError(f"FSDP keeps {tuple(value.shape)} of {item.name}, not {share}: report this")
             self._params.append(param)
-            self.owned.append(Owned(item.name, value, item.sharding, rows, axes))
-
-    def accumulate(self, last: bool) -> None:
-        """Before each micro-batch's backward pass: only the ``last`` one's sums gradients over ranks."""
-        for root in self.roots:
-            assert isinstance(root, FSDPModule)
-            root.set_is_last_backward(last)
-            root.set_reshard_after_backward(last)
-            root.set_requires_gradient_sync(last)
+            self.owned.append(Owned(item.name, value, item.sharding, share, axes, even=True))
 
     def zero_grad(self) -> None:
         for param, owned in zip(self._params, self.owned, strict=True):
@@ -147,7 +148,7 @@ class Sharded:
             grad = torch.zeros_like(owned.value) if param.grad is None else _local(param.grad)
             families.setdefault(owned.copied_axes, []).append((owned, grad.to(owned.value.dtype)))
         for axes, family in families.items():
-            # Empty parts take part: the ranks of these groups have the same rows.
+            # Empty shares take part: the ranks of these groups have the same.
             sums = self._wire.sum_all([grad for _, grad in family], self._mesh.group(*axes))
             for (owned, _), total in zip(family, sums, strict=True):
                 owned.value.grad = total
@@ -184,20 +185,8 @@ class _Compressed:
 
 
 def fits(held: Held) -> bool:
-    """Whether FSDP can spread the parameter: it has rows.
-
-    Raises:
-        ConfigError: an expert parameter of which some rank has none, on every rank.
-    """
-    for split in held.sharding.splits:
-        if held.sharding.expert and split.sizes is not None and 0 in split.sizes:
-            # FSDP there would have a unit less, gather the next block's weights earlier, and wait for the other ranks
-            # while they wait for it in the dispatch.
-            raise ConfigError(
-                f"{held.name} is cut over {split.axis} in parts of {split.sizes}, and FSDP needs one on every rank; "
-                "use zero1 or replicate, or fewer ranks"
-            )
-    return held.param.dim() > 0 and held.param.numel() > 0
+    """Whether FSDP can spread the parameter: it has a dimension, and elements on some rank."""
+    return held.param.dim() > 0 and math.prod(held.sharding.shape) > 0
 
 
 def _local(grad: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from moe_comm.errors import ConfigError
 from moe_comm.layers.state import state_key
-from moe_comm.topology import Box, FoldedMesh, Sharding, row_range
+from moe_comm.topology import Box, FoldedMesh, Sharding, Share, deal
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,16 +20,18 @@ class Owned:
     name: of the parameter in the whole model.
     value: this part, fp32 (float64 in a float64 model); its ``grad`` is whole after ``DataParallel.reduce``.
     sharding: how the parameter is cut over tensor- and expert-parallel ranks.
-    rows: which rows (dimension 0) of the rank's own part of the parameter ``value`` is; None: all.
-    owner_axes: mesh axes over whose ranks the rows are dealt out, fastest first; () where ``rows`` is None.
+    share: which share of the rank's own part of the parameter ``value`` is; None: all of it.
+    owner_axes: mesh axes over whose ranks the part is dealt out, fastest first; () where ``share`` is None.
+    even: as ``deal`` was told.
     counted: False for a second copy of a parameter that two pipeline stages share, which norms leave out.
     """
 
     name: str
     value: nn.Parameter
     sharding: Sharding
-    rows: range | None = None
+    share: Share | None = None
     owner_axes: tuple[str, ...] = ()
+    even: bool = False
     counted: bool = True
 
     @property
@@ -49,23 +51,23 @@ class Owned:
     def boxes(self, mesh: FoldedMesh, rank: int | None = None) -> list[Box]:
         """Where the elements that ``rank`` (default: this one) of the same stage owns lie in the whole parameter."""
         place = mesh.place if rank is None else mesh.config.place(rank)
-        rows = self.rows
-        if rank is not None and rows is not None:
-            rows = self._rows_of(place, mesh.sizes)
-        return self.sharding.boxes(place, mesh.sizes, rows)
+        share = self.share
+        if rank is not None and share is not None:
+            share = self._share_of(place, mesh.sizes)
+        return self.sharding.boxes(place, mesh.sizes, share)
 
     def shape_of(self, mesh: FoldedMesh, rank: int) -> tuple[int, ...]:
         """Shape of what ``rank`` of the same stage owns."""
         place = mesh.config.place(rank)
         shape = self.sharding.local_shape(place, mesh.sizes)
-        return shape if self.rows is None else (len(self._rows_of(place, mesh.sizes)), *shape[1:])
+        return shape if self.share is None else self._share_of(place, mesh.sizes).shape(shape)
 
-    def _rows_of(self, place: Mapping[str, int], sizes: Mapping[str, int]) -> range:
+    def _share_of(self, place: Mapping[str, int], sizes: Mapping[str, int]) -> Share:
         index, parts = 0, 1
         for axis in self.owner_axes:
             index += place[axis] * parts
             parts *= sizes[axis]
-        return row_range(self.sharding.local_shape(place, sizes)[0], index, parts)
+        return deal(self.sharding.local_shape(place, sizes), index, parts, self.even)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ number of tokens), so no strategy divides by anything and experts need no scale 
     data_parallel = DataParallel(modules, shardings, mesh, DataParallelOptions("zero1"))
     optimizer = make_optimizer(data_parallel.owned(), mesh, ...)
     each step:   zero_grad
-                 accumulate(last) and backward, for each micro-batch      (a pipeline schedule needs no accumulate)
+                 forward and backward of each micro-batch      (a ``Runner`` tells FSDP which is the last)
                  reduce, clip_, optimizer.step, publish
 """
 
@@ -38,7 +38,7 @@ class DataParallelOptions:
     """How data-parallel ranks share the work of one parameter.
 
     strategy: what they keep of the same weights: all ("replicate"), all but optimizer state and masters ("zero1"), or
-        a part of the rows ("fsdp"). On one rank without a process group all are the same.
+        its share of everything ("fsdp"). On one rank without a process group all are the same.
     dtype: in which parameters compute, with fp32 masters and gradients; None: each in its own.
     full_precision: parameters (by name, * for any text) that compute in fp32 whatever ``dtype`` says.
     compress: gradients travel as bf16 and are added in fp32; see ``compress``.
@@ -103,7 +103,6 @@ class DataParallel:
         self.mesh, self.options, self.tied = mesh, options, frozenset(tied)
         self._wire = Wire(options.compress, options.bucket_bytes)
         held = [self._computing(item) for item in hold(stages, shardings, mesh)]
-        self._sharded: Sharded | None = None
         self._parts = self._make(stages, held)
         names = [item.name for item in held]
         found = {owned.name: owned for part in self._parts for owned in part.owned}
@@ -123,11 +122,6 @@ class DataParallel:
         """Forget all gradients; before the first backward pass of a step."""
         for part in self._parts:
             part.zero_grad()
-
-    def accumulate(self, last: bool) -> None:
-        """Before each micro-batch's backward pass; ``last``: of the step. Pipeline schedules do it themselves."""
-        if self._sharded is not None:
-            self._sharded.accumulate(last)
 
     def reduce(self) -> None:
         """Sum gradients over ranks into ``grad`` of what each rank owns; absent ones count as zero. Collective."""
@@ -158,8 +152,7 @@ class DataParallel:
             # Zero-bubble schedules look for a stage's weights between forward and backward, and silently leave out
             # the gradients of those that FSDP has put away; other schedules would gather them for each micro-batch.
             reshard = options.reshard_after_forward and self.mesh.size("pp") == 1
-            self._sharded = Sharded(stages, spread, ignored, self.mesh, self._wire, reshard)
-            parts.append(self._sharded)
+            parts.append(Sharded(stages, spread, ignored, self.mesh, self._wire, reshard))
         parts.append(Replicated(rest, self.mesh, self._wire))
         return parts
 

@@ -4,11 +4,13 @@ plan = plan_stages(layers, pp, schedule)              which layers are where
 modules = [build(plan.layers_of(s)) for s in plan.stages_of(mesh.place["pp"])]
 runner = make_runner(modules, mesh, plan, schedule, Activations(hidden, dtype, tp))
 losses = runner.step(micro_batches, scale=1 / tokens)
-if tied: sum_tied_gradients(plan, mesh, embedding, head)
+
+The two copies of a tied embedding, on the first stage and the last one, get the sum of both gradients from
+``DataParallel(..., tied=...)``.
 """
 
 from moe_comm.train.pipeline.batch import Activations, MicroBatch, StageModule
-from moe_comm.train.pipeline.runner import Accumulation, Pipeline, Runner, make_runner
+from moe_comm.train.pipeline.runner import Accumulation, Pipeline, Runner, make_runner, prepare_backward
 from moe_comm.train.pipeline.schedules import (
     SCHEDULES,
     Schedule,
@@ -18,7 +20,6 @@ from moe_comm.train.pipeline.schedules import (
     stages_per_rank,
 )
 from moe_comm.train.pipeline.stages import StagePlan, plan_stages
-from moe_comm.train.pipeline.tied import is_tied_copy, sum_tied_gradients
 
 __all__ = [
     "SCHEDULES",
@@ -33,9 +34,8 @@ __all__ = [
     "StagePlan",
     "check_micro_batches",
     "find_schedule",
-    "is_tied_copy",
     "make_runner",
     "plan_stages",
+    "prepare_backward",
     "stages_per_rank",
-    "sum_tied_gradients",
 ]

@@ -19,10 +19,11 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from moe_comm.dispatch.channel import Channel
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.layers.collectives import channel_of
+from moe_comm.runtime.meter import COMMUNICATION
 from moe_comm.topology import FoldedMesh
 from moe_comm.train.pipeline.batch import Activations, MicroBatch, check_batches, device_of
 from moe_comm.train.pipeline.schedules import check_micro_batches, find_schedule
-from moe_comm.train.pipeline.stage import AfterBackward, Stage
+from moe_comm.train.pipeline.stage import AfterBackward, Stage, check_output
 from moe_comm.train.pipeline.stages import StagePlan
 
 
@@ -54,10 +55,7 @@ class Accumulation:
         check_batches(batches)
         losses = []
         for place, batch in enumerate(batches):
-            if isinstance(self._module, FSDPModule):
-                last = place == len(batches) - 1
-                self._module.set_is_last_backward(last)
-                self._module.set_requires_gradient_sync(last)
+            prepare_backward(self._module, place == len(batches) - 1)
             loss = self._loss(batch)
             (loss * scale).backward()
             if self._after_backward is not None:
@@ -192,7 +190,8 @@ class Pipeline:
                 stage.batches = batches
             # The last stage's targets are numbers of micro-batches, which ``_loss`` looks up.
             numbers = {"target": torch.arange(len(batches))} if self._holds_last else {}
-            built.schedule.step(**numbers, losses=[], return_outputs=False)
+            with COMMUNICATION:  # the stages pause it while they compute
+                built.schedule.step(**numbers, losses=[], return_outputs=False)
         for stage in built.stages:
             stage.batches = ()
         return self._result(len(batches))
@@ -202,6 +201,9 @@ class Pipeline:
 
         Micro-batches go through the stages one behind the other, in one order for all ranks. Training mode is left
         as it is; switch the modules to ``eval`` first.
+
+        Raises:
+            InputError, PeerDied, PeerTimeout: as ``step``.
         """
         check_batches(batches)
         self._losses, self._scale = [], 1.0
@@ -221,6 +223,7 @@ class Pipeline:
                         x = torch.empty(shape, dtype=self._activations.dtype, device=self._device)
                         _p2p(dist.irecv, x, self._group, before).wait()
                     kept = module(x, positions=batch.positions_BS, documents=batch.documents)
+                    check_output(kept, index, shape, self._activations.dtype)
                     if self._plan.is_last(index):
                         self._add_loss(module, kept, batch)
                     elif (after := self._plan.rank_of(index + 1)) != self._place:
@@ -276,7 +279,8 @@ class Pipeline:
     def _loss(self, hidden: Tensor, number: Tensor) -> Tensor:
         assert self._built is not None
         last = self._built.stages[-1]
-        return self._add_loss(self._modules[-1], hidden, last.batches[int(number)])
+        with COMMUNICATION.paused():
+            return self._add_loss(self._modules[-1], hidden, last.batches[int(number)])
 
     def _add_loss(self, module: Any, hidden: Tensor, batch: MicroBatch) -> Tensor:
         loss: Tensor = module.loss(hidden, batch.targets_BS)
@@ -306,11 +310,21 @@ class Pipeline:
                     raise
                 raise ours from error
             message = " ".join(str(e) for e in chain if isinstance(e, RuntimeError))
-            found = self._channel._explain(message, time.monotonic() - begun, doing) if message else None
+            found = self._channel.peer_error(message, time.monotonic() - begun, doing) if message else None
             if found is None:
                 raise
             self._channel.failed = found
             raise found from error
+
+
+def prepare_backward(module: nn.Module, last: bool) -> None:
+    """Let FSDP reduce gradients in a step's ``last`` backward pass only. Before a micro-batch's forward pass.
+
+    The runners do it themselves.
+    """
+    if isinstance(module, FSDPModule):
+        module.set_is_last_backward(last)
+        module.set_requires_gradient_sync(last)
 
 
 def _reshard(modules: Sequence[nn.Module]) -> None:

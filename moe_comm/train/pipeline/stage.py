@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 
 from moe_comm.errors import InputError
+from moe_comm.runtime.meter import COMMUNICATION
 from moe_comm.train.pipeline.batch import MicroBatch
 
 AfterBackward = Callable[[nn.Module], None]
@@ -21,6 +22,9 @@ class Stage(PipelineStage):
 
     ``batches`` are those of the current step. A micro-batch's inputs are looked up here and not passed through the
     schedule, which could only cut tensors into equal chunks, and would take a document index for an activation.
+
+    All that a schedule does but calling ``forward_one_chunk`` and ``backward_..._one_chunk`` is to move activations and
+    to wait for them, so communication is counted from its start to its end except in those.
 
     Args:
         x: meta tensor of what the stage receives (ids on the first), y: of what it gives.
@@ -52,7 +56,8 @@ class Stage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, *more: Any, **options: Any) -> Tensor:
         self._batch = self.batches[fwd_chunk_id]
         own = (self._batch.ids_BS,) if self.is_first else ()
-        y: Tensor = super().forward_one_chunk(fwd_chunk_id, own, {}, *more, **options)
+        with COMMUNICATION.paused():
+            y: Tensor = super().forward_one_chunk(fwd_chunk_id, own, {}, *more, **options)
         return y
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -60,11 +65,7 @@ class Stage(PipelineStage):
         y: Tensor = super().forward_maybe_with_nosync(
             *args, positions=self._batch.positions_BS, documents=self._batch.documents
         )
-        if tuple(y.shape) != self._shape or y.dtype != self._dtype:
-            raise InputError(
-                f"stage {self.stage_index} should give {self._shape} {self._dtype} to the next one; "
-                f"its module returned {tuple(y.shape)} {y.dtype}"
-            )
+        check_output(y, self.stage_index, self._shape, self._dtype)
         # What is sent must be dense, and torch detaches it in place, which a view or the stage's own input cannot be.
         y = y.contiguous()
         return y.clone() if y._is_view() or any(y is x for x in args) else y
@@ -75,13 +76,15 @@ class Stage(PipelineStage):
         if not full_backward and not self._split_backward:
             self._whole.add(bwd_chunk_id)
             full_backward = True
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        with COMMUNICATION.paused():
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if bwd_chunk_id in self._whole:
             self._whole.remove(bwd_chunk_id)
             return
-        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        with COMMUNICATION.paused():
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False) -> Any:
         gradients, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
@@ -95,3 +98,15 @@ class Stage(PipelineStage):
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
         # torch before 2.13 greets the neighbour of a V's lowest stage too, which is this rank; gloo cannot.
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+
+def check_output(y: Tensor, stage: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Refuse what the next stage could not receive; before it is sent.
+
+    Raises:
+        InputError: says what ``stage`` gave and should give.
+    """
+    if tuple(y.shape) != shape or y.dtype != dtype:
+        raise InputError(
+            f"stage {stage} should give {shape} {dtype} to the next one; its module returned {tuple(y.shape)} {y.dtype}"
+        )

@@ -53,12 +53,6 @@ class StagePlan:
         offsets = (0, *accumulate(self.counts))
         return range(offsets[stage], offsets[stage + 1])
 
-    def stage_of(self, layer: int) -> int:
-        """The stage that holds ``layer``."""
-        if not 0 <= layer < self.num_layers:
-            raise ConfigError(f"layer {layer} is outside 0..{self.num_layers - 1}")
-        return next(stage for stage in range(self.num_stages) if layer in self.layers_of(stage))
-
     def rank_of(self, stage: int) -> int:
         """The pipeline coordinate of the rank that holds ``stage``."""
         self._check_stage(stage)
@@ -79,11 +73,6 @@ class StagePlan:
     def is_last(self, stage: int) -> bool:
         """Whether ``stage`` holds the head."""
         return stage == self.num_stages - 1
-
-    @property
-    def first_rank(self) -> int:
-        """Pipeline coordinate of the rank with the embedding."""
-        return self.rank_of(0)
 
     @property
     def last_rank(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_comm.topology import ExpertPlacement, ParallelConfig, Sharding, Split, row_range
+from moe_comm.topology import ExpertPlacement, ParallelConfig, Sharding, Share, Split, deal
 from moe_comm.train.checkpoint import Entry
 
 EXPERTS = 7  # divides by nothing that is used here, and leaves a rank without any at ep 8
@@ -19,7 +19,7 @@ EXPERTS = 7  # divides by nothing that is used here, and leaves a rank without a
 
 @dataclass(frozen=True)
 class Mapping_:
-    """style: rows of which tensors are cut over the ranks that hold copies: "replicate" none, "zero1" optimizer state,
+    """style: which tensors are dealt out to the ranks that hold copies: "replicate" none, "zero1" optimizer state,
     "fsdp" all."""
 
     config: ParallelConfig
@@ -82,23 +82,23 @@ def entries_of(mapping: Mapping_, rank: int, *, fill: bool = True) -> dict[str, 
         if place["pp"] not in stages:
             continue
         part = sharding.take(whole_of(name, sharding, dtype), place, sizes)
-        rows = None
+        share = None
         if mapping.style == "fsdp" or (mapping.style == "zero1" and name.startswith("optimizer")):
-            rows = rows_of(part, sharding, place, sizes)
-        if rows is not None:
-            part = part[rows.start : rows.stop].clone()
-        entries[name] = Entry.of(part if fill else torch.zeros_like(part), sharding, place, sizes, rows)
+            share = share_of(part, sharding, place, sizes)
+        if share is not None:
+            part = share.of(part).clone()
+        entries[name] = Entry.of(part if fill else torch.zeros_like(part), sharding, place, sizes, share)
     return entries
 
 
-def rows_of(part: Tensor, sharding: Sharding, place: Mapping[str, int], sizes: Mapping[str, int]) -> range | None:
+def share_of(part: Tensor, sharding: Sharding, place: Mapping[str, int], sizes: Mapping[str, int]) -> Share | None:
     if not part.shape:
         return None
     index = parts = 0
     parts = math.prod(sizes[axis] for axis in sharding.sum_axes)
     for axis in reversed(sharding.sum_axes):
         index = index * sizes[axis] + place[axis]
-    return row_range(part.shape[0], index, parts)
+    return deal(part.shape, index, parts)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

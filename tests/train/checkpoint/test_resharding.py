@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_comm.errors import CheckpointError
-from moe_comm.topology import Box, ParallelConfig, Sharding, Split
+from moe_comm.topology import Box, ParallelConfig, Sharding, Share, Split
 from moe_comm.train.checkpoint import Checkpointer, CheckpointReader, Entry, load, read_tensor
 from tests.pool import RankPool
 from tests.train.checkpoint.common import Mapping_, entries_of, same_bits, wholes
@@ -205,8 +205,8 @@ def test_a_tensor_of_another_shape_than_its_sharding_is_refused() -> None:
     sharding = Sharding((8, 2), (Split(0, "tp"),))
     with pytest.raises(CheckpointError, match=r"\(8, 2\) is not this rank's part .* that is \(4, 2\)"):
         Entry.of(torch.ones(8, 2), sharding, config.place(0), config.sizes)
-    with pytest.raises(CheckpointError, match=r"\(rows 0..3\).* that is \(3, 2\)"):
-        Entry.of(torch.ones(4, 2), sharding, config.place(0), config.sizes, range(3))
+    with pytest.raises(CheckpointError, match=r"\(rows 1..2 of dimension 1\).* that is \(4, 1\)"):
+        Entry.of(torch.ones(4, 2), sharding, config.place(0), config.sizes, Share(1, range(1, 2)))
 
 
 def box(start: int, stop: int) -> Box:

@@ -1,0 +1,43 @@
+"""FSDP's own collectives, counted as communication in a step's time; otherwise as torch does them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
+
+from moe_comm.runtime.meter import COMMUNICATION
+
+# What newer torch calls them, and warns of the older names.
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def meter(module: FSDPModule) -> None:
+    """Count what ``module`` gathers and reduces itself (not its children, where they are units of their own)."""
+    module.set_custom_all_gather(_Gather())  # type: ignore[arg-type]
+    module.set_custom_reduce_scatter(_ReduceScatter())  # type: ignore[arg-type]
+
+
+class _Allocates:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Gather(_Allocates):
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False) -> Any:
+        with COMMUNICATION:
+            return _gather(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class _ReduceScatter(_Allocates):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
+    ) -> Any:
+        with COMMUNICATION:
+            return _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)

@@ -1,0 +1,121 @@
+"""Pipelines that do not fit, and stages that fail: a typed error on every rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from moe_comm.errors import ConfigError, MoeCommError, PeerError, RoutingError
+from moe_comm.topology import FoldedMesh, ParallelConfig
+from moe_comm.train.pipeline import Activations, Pipeline, make_runner
+from tests.pool import RankPool
+from tests.train.pipes import HIDDEN, Case, Part, batches_of, build
+
+
+def misfit(rank: int, world: int, _: None) -> list[str]:
+    """Pipelines that do not fit; every one is refused here, before anything is sent."""
+    mesh, case = FoldedMesh(ParallelConfig(pp=2)), Case("zbv")
+    parts = build(case, mesh)
+    activations = Activations(HIDDEN, case.dtype)
+    refused = []
+    for modules, plan, schedule in (
+        (parts[:1], case.plan, "zbv"),
+        (parts, case.plan, "interleaved_1f1b"),
+        (parts, Case("zbv", pp=4, layers=8).plan, "zbv"),
+        (parts[:1], Case(pp=1).plan, "1f1b"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            Pipeline(modules, mesh, plan, schedule, activations)
+        refused.append(str(caught.value))
+    return refused
+
+
+def test_a_plan_that_does_not_fit_mesh_schedule_or_modules_is_refused(pool2: RankPool) -> None:
+    for modules, style, larger, none in pool2.run(misfit):
+        assert "got 1 modules" in modules
+        assert "style 'v'" in style
+        assert "pp = 4" in larger
+        assert "pp = 1" in none
+
+
+def casting(rank: int, world: int, _: None) -> str:
+    """An evaluation in which the first stage returns float32, where the next one waits for float64."""
+    case = Case()
+    mesh = FoldedMesh(ParallelConfig(pp=2))
+    parts = build(case, mesh)
+    runner = make_runner(parts, mesh, case.plan, case.schedule, Activations(HIDDEN, case.dtype), timeout_s=1)
+    if rank == 0:
+        parts[0].register_forward_hook(lambda module, args, output: output.float())
+    with pytest.raises(MoeCommError) as caught:
+        runner.forward_only(batches_of(case))
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_an_evaluation_too_refuses_what_the_next_stage_could_not_receive(pool2: RankPool) -> None:
+    first, last = pool2.run(casting)
+    assert first.startswith("InputError: stage 0 should give (2, 6, 8) torch.float64")
+    assert "torch.float32" in first
+    assert last.startswith(("PeerTimeout", "PeerDied"))
+
+
+class Failing(Part):
+    """A stage that fails in its third forward, on the last rank alone."""
+
+    how = ""
+    calls = 0
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        Failing.calls += 1
+        if Failing.calls == 3 and self.head is not None:
+            if self.how == "die":
+                os._exit(1)
+            if self.how == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if self.how == "route":
+                raise RoutingError("expert 9 is outside 0..3")
+            if self.how == "cast":
+                return super().forward(x, **kwargs).float()
+        return super().forward(x, **kwargs)
+
+
+def fail(rank: int, world: int, arg: tuple[str, str]) -> tuple[str, str]:
+    schedule, how = arg
+    case = Case(schedule)
+    mesh = FoldedMesh(ParallelConfig(pp=2))
+    Failing.how, Failing.calls = how, 0
+    plan = case.plan
+    parts = [
+        Failing(case, plan.layers_of(stage), plan.is_first(stage), plan.is_last(stage))
+        for stage in plan.stages_of(mesh.place["pp"])
+    ]
+    runner = make_runner(parts, mesh, plan, schedule, Activations(HIDDEN, case.dtype), timeout_s=2)
+    with pytest.raises(MoeCommError) as caught:
+        runner.step(batches_of(case))
+    if isinstance(caught.value, PeerError):  # and from then on
+        with pytest.raises(type(caught.value)):
+            runner.forward_only(batches_of(case))
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+def test_a_dead_stage_is_peer_died_for_the_others(schedule: str, pool2: RankPool) -> None:
+    name, message = pool2.run(fail, (schedule, "die"), expect_dead={1})[0]
+    assert name == "PeerDied"
+    assert "rank 1" in message
+
+
+def test_a_stopped_stage_is_peer_timeout_for_the_others(pool2: RankPool) -> None:
+    name, message = pool2.run(fail, ("gpipe", "stop"), expect_dead={1})[0]
+    assert name == "PeerTimeout"
+    assert "a pipeline step" in message
+
+
+@pytest.mark.parametrize(("how", "name"), [("route", "RoutingError"), ("cast", "InputError")])
+def test_an_error_inside_a_stage_keeps_its_type(how: str, name: str, pool2: RankPool) -> None:
+    first, last = pool2.run(fail, ("1f1b", how))
+    assert last[0] == name
+    assert first[0] in ("PeerDied", "PeerTimeout")

@@ -1,0 +1,117 @@
+"""The bundled model and its experts in a pipeline: every gradient that of one process, and each computed once."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from moe_comm.layers.experts import Experts
+from moe_comm.layers.initialize import initialize
+from moe_comm.layers.shard import shardings_of
+from moe_comm.layers.transformer import ModelPlan, Transformer
+from moe_comm.topology import FoldedMesh, ParallelConfig
+from moe_comm.train.parallel import DataParallel
+from moe_comm.train.pipeline import Activations, MicroBatch, make_runner, plan_stages
+from tests.layers import tiny
+from tests.pool import RankPool
+from tests.train.pipes import FFN, HIDDEN, SCALE
+
+FOUR_LAYERS = replace(tiny.TINY, layers=4, tie=True)
+
+
+def transformer(rank: int, world: int, arg: tuple[str, ParallelConfig, str, bool]) -> Any:
+    """The bundled model on packed documents: losses; gradients by name, and what part of the whole each is; how often
+    each expert was chosen, by layer; how often routers ran."""
+    schedule, mapping, recompute, split_backward = arg
+    mesh = FoldedMesh(mapping)
+    plan = plan_stages(FOUR_LAYERS.layers, mapping.pp, schedule)
+    stages = []
+    for stage in plan.stages_of(mesh.place["pp"]):
+        part = ModelPlan.of(
+            mesh,
+            layers=plan.layers_of(stage),
+            has_embedding=plan.is_first(stage),
+            has_head=plan.is_last(stage),
+            recompute=recompute,
+            backend="all_to_all" if mapping.ep > 1 else "auto",
+            dtype=torch.float64,
+        )
+        stages.append(Transformer(FOUR_LAYERS, part))
+        initialize(stages[-1], 3, mesh.place, mesh.sizes)
+    batches = []
+    for rows in zip(*(t.split(1) for t in tiny.batch(packed=True)), strict=True):
+        ids, targets, documents = (tiny.own(t, stages[0].plan) for t in rows)
+        batches.append(MicroBatch(ids, targets, None, documents))
+    calls: list[int] = []
+    for moe in (moe for stage in stages for moe in stage.moe_layers()):
+        moe.router.register_forward_hook(lambda *_: calls.append(0))
+    activations = Activations(FOUR_LAYERS.hidden, torch.float64, mapping.tp)
+    shardings = {name: sharding for stage in stages for name, sharding in shardings_of(stage).items()}
+    tied = next((stage.tied_names for stage in stages if stage.tied_names), ())
+    data_parallel = DataParallel(stages, shardings, mesh, tied=tied)
+    runner = make_runner(stages, mesh, plan, schedule, activations, timeout_s=60, split_backward=split_backward)
+    losses = runner.step(batches, SCALE)
+    data_parallel.reduce()
+    found = {stages[0].origin_of(o.name): (o.value.grad, o.sharding) for o in data_parallel.owned()}
+    loads = {}
+    for stage in stages:
+        loads |= {label: block.moe.router.load_E for label, block in stage.layers.items() if block.is_moe}
+        stage.close()
+    runner.close()
+    return losses, found, loads, len(calls)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recompute", "split_backward"),
+    [
+        ("gpipe", "none", True),
+        ("1f1b", "selective", True),
+        ("interleaved_1f1b", "full", True),
+        ("zero_bubble", "selective", True),
+        ("zero_bubble", "full", True),
+        ("zero_bubble", "full", False),
+        ("zbv", "selective", True),
+        ("dualpipev", "full", False),
+    ],
+)
+def test_the_bundled_model_with_tensor_and_expert_parallel_stages(
+    schedule: str, recompute: str, split_backward: bool, pool4: RankPool
+) -> None:
+    mapping = ParallelConfig(tp=2, pp=2, ep=2)
+    results = pool4.run(transformer, (schedule, mapping, recompute, split_backward))
+    losses, whole, loads, calls = transformer(0, 1, ("gpipe", ParallelConfig(), "none", True))
+    torch.testing.assert_close(sum(r[0] for r in results), losses, rtol=1e-10, atol=0)
+    for rank, (_, found, _, _) in enumerate(results):
+        for name, (grad, sharding) in found.items():
+            want = sharding.take(whole[name][0], mapping.place(rank), mapping.sizes)
+            error = float((grad - want).abs().max() / whole[name][0].abs().max())
+            assert error < 1e-10, f"{name}: {error}"
+    assert set().union(*(r[1] for r in results)) == set(whole)
+    for layer, load_E in loads.items():
+        assert torch.equal(sum(r[2][layer] for r in results if layer in r[2]), load_E)
+    if recompute != "full" or schedule == "interleaved_1f1b" or not split_backward:
+        # Every layer is on the two ranks of a stage, and runs once, or once more where it is computed again.
+        assert sum(r[3] for r in results) == 2 * calls * (2 if recompute == "full" else 1)
+
+
+def test_a_split_backward_computes_each_weight_gradient_of_the_experts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    grouped = importlib.import_module("moe_comm.layers.grouped_mlp")  # the package has a function of that name
+    products = []
+    plain = grouped._mm
+    monkeypatch.setattr(grouped, "_mm", lambda *args: (products.append(0), plain(*args)))
+    rows = torch.randn(5, HIDDEN, dtype=torch.float64, requires_grad=True)
+    w13 = torch.randn(1, 2 * FFN, HIDDEN, dtype=torch.float64, requires_grad=True)
+    w2 = torch.randn(1, HIDDEN, FFN, dtype=torch.float64, requires_grad=True)
+    y = grouped.grouped_mlp(rows, [5], w13, w2, None, None, Experts(1, HIDDEN, FFN).activation)
+    counts = []
+    found = []
+    for inputs in ((rows,), (w13, w2), (rows, w13, w2)):
+        products.clear()
+        found += torch.autograd.grad(y.sum(), inputs, retain_graph=True)
+        counts.append(len(products))
+    assert counts == [2, 3, 4]
+    assert all(torch.equal(half, whole) for half, whole in zip(found[:3], found[3:], strict=True))
