@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 PIPELINES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev")
@@ -12,6 +14,7 @@ PIPELINES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpip
 class Case:
     """One mapping. settings: dotted keys of the configuration that differ from the common one.
 
+    model: such keys that the one process it is compared with has too.
     mode: "dropless", "capacity (batch)": drops decided over the whole micro-batch, or "capacity (rank)": decided by
     each rank, which has no parity: it depends on how tokens are spread.
     """
@@ -20,6 +23,7 @@ class Case:
     ranks: int
     settings: tuple[str, ...] = ()
     mode: str = "dropless"
+    model: tuple[str, ...] = ()
 
     @property
     def has_parity(self) -> bool:
@@ -30,11 +34,22 @@ class Case:
         """As ``train.config.load`` takes them."""
         scope = {"capacity (batch)": "batch", "capacity (rank)": "rank"}.get(self.mode)
         drops = [] if scope is None else ["model.capacity=1.0", f"model.capacity_scope={scope}"]
-        return [f"parallel.ranks={self.ranks}", *self.settings, *drops]
+        return [f"parallel.ranks={self.ranks}", *self.settings, *self.model, *drops]
 
 
-def _case(name: str, ranks: int, mode: str = "dropless", **parallel: Any) -> Case:
-    return Case(name, ranks, tuple(f"parallel.{key}={value}" for key, value in parallel.items()), mode)
+def _case(
+    name: str, ranks: int, mode: str = "dropless", model: Mapping[str, Any] = MappingProxyType({}), **parallel: Any
+) -> Case:
+    return Case(name, ranks, _keys("parallel", parallel), mode, _keys("model", model))
+
+
+def _keys(section: str, values: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(f"{section}.{key}={value}" for key, value in values.items())
+
+
+TIED = {"tie": "true"}
+DENSE_START = {"first_dense": 2, "dense_ffn": 96}
+"""The first stage of two has no experts."""
 
 
 CASES: tuple[Case, ...] = (
@@ -48,6 +63,10 @@ CASES: tuple[Case, ...] = (
     _case("etp 2", 2, ep=1, etp=2),
     _case("ep 2, fsdp", 2, ep=2, sharding="fsdp"),
     *(_case(f"pp 2, {schedule}", 2, pp=2, schedule=schedule) for schedule in PIPELINES),
+    _case("pp 2, 1f1b, tied embedding", 2, model=TIED, pp=2),
+    _case("pp 2, zbv, tied embedding", 2, model=TIED, pp=2, schedule="zbv"),
+    _case("pp 2, uneven stages", 2, pp=2, schedule="interleaved_1f1b", stage_layers=[1, 0, 2, 1]),
+    _case("pp 2, a stage without experts", 2, model=DENSE_START, pp=2),
     _case("ep 2, capacity", 2, "capacity (batch)", ep=2),
     _case("tp 2, ep 2, capacity", 2, "capacity (batch)", tp=2, ep=2),
     _case("cp 2, ring, ep 2, capacity", 2, "capacity (batch)", cp=2, context="ring", ep=2),
@@ -61,6 +80,7 @@ CASES: tuple[Case, ...] = (
     _case("pp 2, dp 2 | ep 2, 1f1b, fsdp", 4, pp=2, dp=2, ep=2, sharding="fsdp"),
     _case("pp 2, dp 2 | ep 2, zbv, zero1", 4, pp=2, dp=2, ep=2, schedule="zbv", sharding="zero1"),
     _case("pp 2, tp 2 | ep 2, dualpipev", 4, pp=2, tp=2, ep=2, schedule="dualpipev"),
+    _case("pp 2, dp 2 | ep 2, zero1, tied", 4, model=TIED, pp=2, dp=2, ep=2, sharding="zero1"),
     _case("pp 4, 1f1b", 4, pp=4),
     _case("tp 2, dp 2 | ep 4, capacity", 4, "capacity (batch)", tp=2, ep=4),
     _case("tp 2, cp 2, dp 2 | ep 8", 8, tp=2, cp=2, dp=2, ep=8),
@@ -80,6 +100,8 @@ QUICK = (
     "etp 2",
     "pp 2, 1f1b",
     "pp 2, zbv",
+    "pp 2, 1f1b, tied embedding",
+    "pp 2, uneven stages",
     "ep 2, capacity",
     "tp 2, dp 2 | ep 4",
     "tp 2, cp 2 ring | etp 2, ep 2",

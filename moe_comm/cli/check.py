@@ -135,6 +135,6 @@ def parity(
 
     names = [*(mappings or []), *(QUICK if quick else ())]
     module = load("moe_comm.bench.parity", "train")
-    chosen = [one_of("optimizer", name, tuple(module.LR)) for name in optimizers or module.OPTIMIZERS]
+    chosen = [one_of("optimizer", name, tuple(module.SETTINGS)) for name in optimizers or module.OPTIMIZERS]
     if not module.main(json_out, steps=steps, names=names, optimizers=chosen, settings=settings or []):
         raise typer.Exit(1)

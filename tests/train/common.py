@@ -8,17 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from moe_comm.topology import Box, FoldedMesh
-from moe_comm.train.build import architecture_of, build
+from moe_comm.bench import parity_train
+from moe_comm.bench.parity_train import Parts, Session, assemble
 from moe_comm.train.config import TrainConfig, load
-from moe_comm.train.corpus import Corpus
-from moe_comm.train.feed import CorpusFeed
-from moe_comm.train.job import open_corpus
-from moe_comm.train.ranks import Ranks
-from moe_comm.train.trainer import Trainer
+
+__all__ = ["Parts", "Session"]
 
 TINY = (
     "run.steps=4",
@@ -40,7 +36,6 @@ TINY = (
 SGD = ("optimizer.kind=sgd", "optimizer.lr=0.3", "model.aux_loss=0.1", "model.z_loss=0.01", "optimizer.clip=0.5")
 """SGD and not Adam, which would hide a wrong scale of a gradient; clipping, so that the norm matters too."""
 TEXT = "".join(f"line {n}: the quick brown fox jumps over the lazy dog, {n * n} times\n" for n in range(400))
-Parts = dict[str, tuple[tuple[int, ...], list[tuple[Box, Tensor]]]]
 
 
 def write_text(folder: Path) -> list[str]:
@@ -54,43 +49,11 @@ def config_of(settings: Sequence[str]) -> TrainConfig:
     return load(None, settings)
 
 
-@dataclass
-class Session:
-    """A trainer and what it works on, on this rank."""
-
-    trainer: Trainer
-    corpus: Corpus
-    mesh: FoldedMesh
-
-    @property
-    def stages(self) -> list[Any]:
-        return list(self.trainer.machinery.stages)
-
-    def parts(self, grads: bool = False) -> Parts:
-        """What this rank owns of the weights, or of their gradients, and where it lies in the whole."""
-        found: Parts = {}
-        for owned in self.trainer.machinery.data_parallel.owned():
-            value = owned.value.grad if grads else owned.value.detach()
-            assert value is not None
-            pieces = [(box, value[box.local].clone()) for box in owned.boxes(self.mesh)]
-            found[owned.name] = owned.sharding.shape, pieces
-        return found
-
-
 @contextlib.contextmanager
 def session(settings: Sequence[str], **options: Any) -> Iterator[Session]:
     """Without a run folder, on all ranks of the default process group, or alone where there is none. Collective."""
-    config, ranks = config_of(settings), Ranks.make()
-    mesh = FoldedMesh(config.parallel.mapping(ranks.world))
-    corpus = open_corpus(config, ranks)
-    machinery = build(config, architecture_of(config, corpus.vocab_size), mesh)
-    feed = CorpusFeed(corpus, mesh, config.parallel.context, config.data.micro_batches, config.run.steps)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(feed)
-        for stage in machinery.stages:
-            stack.callback(stage.close)  # type: ignore[arg-type]
-        stack.callback(machinery.runner.close)
-        yield Session(Trainer(config, machinery, feed, ranks, **options), corpus, mesh)
+    with parity_train.session(config_of(settings), **options) as here:
+        yield here
 
 
 @dataclass(frozen=True)
@@ -121,15 +84,9 @@ def train(rank: int, world: int, settings: Sequence[str]) -> Trained:
 
 
 def whole(parts_by_rank: Sequence[Parts]) -> dict[str, Tensor]:
-    """Whole tensors from every rank's parts; what no rank has is NaN, and copies must be the same bits."""
-    found: dict[str, Tensor] = {}
-    for parts in parts_by_rank:
-        for name, (shape, pieces) in parts.items():
-            tensor = found.setdefault(name, torch.full(shape, torch.nan))
-            for box, piece in pieces:
-                before = tensor[box.whole]
-                assert bool(before.isnan().all()) or torch.equal(before, piece), f"copies of {name} differ"
-                tensor[box.whole] = piece
+    """Whole tensors from every rank's parts; what no rank has is NaN, and copies must be the same."""
+    found, apart = assemble(parts_by_rank)
+    assert not any(apart.values()), {name: difference for name, difference in apart.items() if difference}
     return found
 
 
