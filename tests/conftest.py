@@ -1,4 +1,4 @@
-"""What holds for the whole test run: one torch thread, and nothing left behind in shared memory."""
+"""What holds for the whole test run: one torch thread, ranks to borrow, and nothing left behind in shared memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from tests.pool import RankPool
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -26,6 +28,24 @@ def device(request: pytest.FixtureRequest) -> str:
     if chosen == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     return chosen
+
+
+@pytest.fixture(scope="module")
+def pool2() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def pool4() -> Iterator[RankPool]:
+    with RankPool(4) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def pool8() -> Iterator[RankPool]:
+    with RankPool(8) as pool:
+        yield pool
 
 
 def _segments() -> set[str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from moe_comm.cli.options import Config, Overrides, Settings, load
-from moe_comm.runtime.launch import init_ranks, launch
+from moe_comm.runtime.launch import Interrupted, init_ranks, launch, under_torchrun
 
 app = typer.Typer()
 
@@ -41,16 +42,19 @@ def train(
     if dry_run:
         typer.echo(load("moe_comm.train.dry_run", "train").describe(found))
         return
-    launch(_train_rank, (config, changes, found.parallel.timeout_s), found.parallel.ranks, restarts=restarts)
+    ended_by = launch(_train_rank, (config, changes, found.parallel.timeout_s), found.parallel.ranks, restarts=restarts)
+    if signal.SIGINT in ended_by and not under_torchrun():  # a single rank, which ran here: no launcher saw it
+        raise Interrupted(signal.SIGINT)
 
 
-def _train_rank(config: str, overrides: list[str], timeout_s: float) -> None:
+def _train_rank(config: str, overrides: list[str], timeout_s: float) -> int:
+    """Returns the signal that ended the run; 0: none."""
     from moe_comm import train as training
 
     with init_ranks(None, timeout_s) as ranks:
         # Ranks that were started again go on with the run that those before them began, the newest of its name.
         again = ["checkpoint.resume=auto"] if ranks.restarts else []
-        training.run(config, [*overrides, *again])
+        return training.run(config, [*overrides, *again]).signal
 
 
 @app.command()

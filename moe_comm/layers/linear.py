@@ -18,9 +18,10 @@ The bytes of both forms are the same; the second keeps 1/W of the activations ou
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,8 @@ from moe_comm.errors import ConfigError, InputError
 from moe_comm.layers.collectives import copy_to, gather_dim, group_rank, group_size, scatter_sum, sum_over
 from moe_comm.layers.recompute import again
 from moe_comm.topology import Sharding, Split
+
+Cut = TypeVar("Cut", "ColumnParallelLinear", "RowParallelLinear")
 
 
 def part_of(length: int, group: ProcessGroup | None, what: str, segments: int = 1) -> int:
@@ -134,21 +137,7 @@ class ColumnParallelLinear(ParallelModule):
         Raises:
             ConfigError: the outputs do not divide by the ranks.
         """
-        layer = cls(
-            linear.in_features,
-            linear.out_features,
-            group,
-            bias=linear.bias is not None,
-            sequence_dim=sequence_dim,
-            segments=segments,
-            enters=enters,
-            dtype=linear.weight.dtype,
-            device="meta",
-        )
-        split = Split(0, "tp", segments)
-        layer.weight = _part(linear.weight, split, group)
-        layer.bias = None if linear.bias is None else _part(linear.bias, split, group)
-        return layer
+        return _from_linear(cls, linear, group, sequence_dim=sequence_dim, segments=segments, enters=enters)
 
     def reset_parameters(self) -> None:
         """As ``nn.Linear``; every rank draws for itself."""
@@ -223,19 +212,7 @@ class RowParallelLinear(ParallelModule):
         Raises:
             ConfigError: the inputs do not divide by the ranks.
         """
-        layer = cls(
-            linear.in_features,
-            linear.out_features,
-            group,
-            bias=linear.bias is not None,
-            sequence_dim=sequence_dim,
-            dtype=linear.weight.dtype,
-            device="meta",
-        )
-        layer.weight = _part(linear.weight, Split(1, "tp"), group)
-        if linear.bias is not None:
-            layer.bias = nn.Parameter(linear.bias.detach().clone(), requires_grad=linear.bias.requires_grad)
-        return layer
+        return _from_linear(cls, linear, group, sequence_dim=sequence_dim)
 
     def reset_parameters(self) -> None:
         """The weight as ``nn.Linear``'s, every rank drawing for itself; the bias zero, so that it is alike on all."""
@@ -277,8 +254,15 @@ def leave(y: Tensor, group: ProcessGroup | None, sequence_dim: int | None) -> Te
     return sum_over(y, group) if sequence_dim is None else scatter_sum(y, group, sequence_dim)
 
 
-def _part(whole: Tensor, split: Split, group: ProcessGroup | None) -> nn.Parameter:
-    return nn.Parameter(take_part(whole, split, group), requires_grad=whole.requires_grad)
+def _from_linear(kind: Callable[..., Cut], linear: nn.Linear, group: ProcessGroup | None, **options: Any) -> Cut:
+    """A layer of ``kind`` with this rank's part of each of ``linear``'s parameters, as the layer's shardings say."""
+    shape = linear.in_features, linear.out_features
+    layer = kind(*shape, group, bias=linear.bias is not None, dtype=linear.weight.dtype, device="meta", **options)
+    for name, sharding in layer.shardings().items():
+        whole = linear.get_parameter(name)
+        part = take_part(whole, sharding.splits[0], group) if sharding.splits else whole.detach().clone()
+        setattr(layer, name, nn.Parameter(part, requires_grad=whole.requires_grad))
+    return layer
 
 
 def _describe(layer: ColumnParallelLinear | RowParallelLinear, cut: str) -> str:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_comm import errors
-from moe_comm.errors import ConfigError, MoeCommError, PeerError
+from moe_comm.errors import ConfigError, InputError, MissingDependency, MoeCommError, PeerError, UnsupportedModel
 from moe_comm.runtime import cpu_guard
 
 RESTARTS_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
@@ -37,7 +37,10 @@ AGENT_STORE_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
 STORE_VARIABLE = "MOE_COMM_STORE"
 """Path of the file through which the ranks that ``launch`` started meet."""
 STOPPING = "stopping"
-"""File in the launcher's folder that tells ranks which start from now on to end at once."""
+"""File in the launcher's folder that tells ranks which start from now on to end at once. Torch's agent cannot be told
+not to start them: it asks how many restarts are left, not why."""
+FINAL = (ConfigError, InputError, UnsupportedModel, MissingDependency)
+"""What the user has to mend; ranks that are started again would meet it again."""
 MAX_RANKS = 1024
 AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """What torch's agent sets handlers for; ours take the first two where ranks run a function."""
@@ -104,8 +107,8 @@ def launch(
         args: picklable arguments (strings for a module).
         ranks: how many; 1 runs a function in this process. Under torchrun its ranks are used as they are.
         restarts: how often all ranks are started again when one fails, as torchrun's ``--max-restarts``. What they
-            had done is theirs to find again, from a checkpoint say. The function then runs in a process of its own
-            for one rank too.
+            had done is theirs to find again, from a checkpoint say. What would only fail again is not repeated:
+            ``FINAL`` errors of a function. It then runs in a process of its own for one rank too.
 
     Returns:
         What each rank returned, by rank (None for a module); under torchrun only this rank's.
@@ -180,7 +183,7 @@ def _run_agent(
         else:
             results = elastic_launch(config, sys.executable)("-m", entry, *args)
     except ChildFailedError as error:
-        # Ranks that are started again after a signal leave no record: what those before them left is the cause.
+        # Ranks that are started again only to end leave no record: what those before them left is the cause.
         attempts = [int(path.name) for path in (folder / "errors").iterdir()] or [0]
         attempt = max(attempts) if (folder / STOPPING).exists() else restarts
         raise _cause(error.failures, folder / "errors" / str(attempt)) from None
@@ -205,6 +208,8 @@ def _rank_main(entry: Callable[..., Any], args: tuple[Any, ...], folder: str) ->
             "message": str(error),
             "traceback": traceback.format_exc(),
         }
+        if isinstance(error, FINAL):
+            Path(folder, STOPPING).touch()
         errors_folder = Path(folder, "errors", os.environ.get(RESTARTS_VARIABLE, "0"))
         errors_folder.mkdir(exist_ok=True)
         path = errors_folder / os.environ["RANK"]

@@ -2,6 +2,8 @@
 
     with COMMUNICATION:            # around every dispatch, combine and collective
         ...
+    with COMMUNICATION.paused():   # inside of that, around what others do between their transfers
+        ...
     COMMUNICATION.take()           # seconds since the last call, on the host's clock
 
 On a GPU the host only queues the work, so the seconds are those it could not go on, not those on the device.
@@ -11,6 +13,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -33,6 +37,21 @@ class Meter:
         if self._local.depth == 0:
             with self._lock:
                 self._seconds += time.perf_counter() - self._local.began
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count until it ends, but for what enters anew meanwhile."""
+        depth = getattr(self._local, "depth", 0)
+        if not depth:
+            yield
+            return
+        self._local.depth = 1
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
+            self._local.depth = depth
 
     def take(self) -> float:
         """Seconds since the last call."""

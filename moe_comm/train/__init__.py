@@ -27,7 +27,7 @@ def run(config_path: str | Path | None, overrides: Sequence[str] = ()) -> RunRes
     Raises:
         MissingDependency: a package of the extra ``train`` is not installed.
         ConfigError: the configuration or the text cannot be used.
-        NonFiniteLoss: on every rank; the run folder holds the last good weights.
+        NonFiniteLoss: on every rank; the newest checkpoint holds the last good weights.
         PeerError: another rank is gone.
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]

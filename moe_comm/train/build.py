@@ -57,6 +57,11 @@ def stage_plan(config: TrainConfig, architecture: TransformerConfig) -> StagePla
     return plan_stages(architecture.layers, p.pp, p.schedule, virtual=p.virtual, stage_layers=p.stage_layers)
 
 
+def _dispatch_options(config: TrainConfig) -> DispatchOptions:
+    payloads = config.payload.payloads()
+    return DispatchOptions(config.parallel.timeout_s, deterministic=payloads.invariant, payloads=payloads)
+
+
 def build_stages(
     config: TrainConfig, architecture: TransformerConfig, mesh: FoldedMesh, device: str | None = None
 ) -> list[Transformer]:
@@ -77,7 +82,7 @@ def build_stages(
                 context=config.parallel.context,
                 recompute=config.model.recompute,
                 backend=config.parallel.backend,
-                options=DispatchOptions(timeout_s=config.parallel.timeout_s),
+                options=_dispatch_options(config),
                 dtype=torch.float32,
                 device=device,
             ),

@@ -25,6 +25,7 @@ from moe_comm.train.sections import (
     ModelSection,
     OptimizerSection,
     ParallelSection,
+    PayloadSection,
     RunSection,
     Section,
 )
@@ -40,6 +41,7 @@ class TrainConfig(Section):
     model: ModelSection = ModelSection()
     optimizer: OptimizerSection = OptimizerSection()
     parallel: ParallelSection = ParallelSection()
+    payload: PayloadSection = PayloadSection()
     checkpoint: CheckpointSection = CheckpointSection()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import signal
 import threading
 import time
@@ -16,7 +17,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from moe_comm.errors import ConfigError, MoeCommError, NonFiniteLoss, UnsupportedModel
+from moe_comm.errors import MoeCommError, NonFiniteLoss, UnsupportedModel
 from moe_comm.layers.config import TransformerConfig
 from moe_comm.layers.flops import count_model
 from moe_comm.runtime.gemm import gemm_flops
@@ -61,23 +62,34 @@ def device_of_run() -> str:
 
 
 def open_corpus(config: TrainConfig, ranks: Ranks) -> Corpus:
-    """The text of ``config``, prepared by the first rank and opened by all. Collective.
+    """The text of ``config``, prepared by the first of those ranks that share a cache, and opened by all. Collective.
 
     Raises:
         ConfigError: on every rank, where the text or the tokenizer cannot be used.
+        CorruptFile: on every rank, where a prepared file is damaged.
+        RankMismatch: on every rank, where hosts that share no cache have made different tokens.
     """
     settings = corpus_settings(config.data, config.run.seed)
+    cache = Path(settings.cache).expanduser()
+    first = ranks.first_with(cache)
 
     def prepare() -> str:
-        try:
-            return "+" + "\n".join(map(str, prepare_all(settings)))
-        except MoeCommError as error:
-            return str(error)
+        return "\n".join(path.name for path in prepare_all(settings))
 
-    answer = ranks.while_first(prepare)
-    if not answer.startswith("+"):
-        raise ConfigError(answer)
-    return Corpus.open(answer[1:].split("\n"), settings)
+    names = ranks.while_some(prepare if first == ranks.rank else None)[first].split("\n")
+    opened: list[Corpus] = []
+
+    def check() -> str:
+        opened.append(Corpus.open([cache / name for name in names], settings))
+        return " ".join(file.digest for file in opened[0].files)
+
+    tokens = ranks.while_some(check)[ranks.rank]
+    ranks.check_equal(
+        "the prepared tokens",
+        digest([torch.frombuffer(bytearray(tokens.encode()), dtype=torch.uint8)]),
+        "give every host the same text, tokenizer and versions, or put data.cache where all hosts see it",
+    )
+    return opened[0]
 
 
 def peak_flops(config: TrainConfig, mesh: FoldedMesh, ranks: Ranks) -> float:
@@ -112,17 +124,20 @@ def _train(
             config, machinery, feed, ranks, saver=saver, sinks=sinks, progress=progress, first_step=first_step
         )
         try:
-            with _stop_on_signals(trainer):
+            with _stop_on_signals(trainer) as signals:
                 status = trainer.fit()
-                interrupted = status == "interrupted"  # who asked to stop is not made to wait
+                # Who asked to stop is not made to wait: what stands behind may kill ranks that take long to end.
+                interrupted = status == "interrupted"
                 validation_loss = None if interrupted else trainer.evaluate()
-                _save_end(trainer, saver, folder, ranks, progress)
+                saved = _save_end(trainer, saver)
+                if not interrupted:
+                    _export(saved, folder, ranks, progress)
         except BaseException as error:
             if ranks.is_first:
                 ended = {"status": "failed", "error": f"{type(error).__name__}: {error}", "steps": trainer.next_step}
                 folder.save_result(ended | _versions())
             if isinstance(error, NonFiniteLoss):  # raised by all ranks together: they can still save what was good
-                _save_end(trainer, saver, folder, ranks, progress)
+                progress.say(_how_to_export(_save_end(trainer, saver)))
                 _close(machinery)
             raise
         _close(machinery)
@@ -137,12 +152,15 @@ def _train(
             validation_loss=validation_loss,
             unigram_entropy=statistics.unigram_entropy,
             seconds=time.monotonic() - began,
+            signal=signals[0] if signals else 0,
         )
         if ranks.is_first:
             if not interrupted:
                 result = replace(result, sample=_sample(config, corpus, folder))
             folder.save_result(asdict(result) | {"mapping": str(machinery.mesh.config)} | _versions())
             progress.say(_closing(result, statistics))
+            if interrupted:
+                progress.say(_how_to_export(saved))
         return result
 
 
@@ -165,23 +183,28 @@ def _resume(config: TrainConfig, saver: RunSaver, progress: Progress) -> int:
     return step
 
 
-def _save_end(trainer: Trainer, saver: RunSaver, folder: RunFolder, ranks: Ranks, progress: Progress) -> None:
-    """A last checkpoint, unless the loop has just made it, and from it the model for others to load. Collective.
-
-    A model that no Hugging Face family has is in the checkpoint alone.
-    """
+def _save_end(trainer: Trainer, saver: RunSaver) -> Path:
+    """The run's last checkpoint, on the disk; made here unless the loop has just made it. Collective."""
     latest = saver.latest()
     if latest is None or latest.name != f"step-{trainer.next_step:08d}":
         saver.save(trainer.next_step)
         saver.finish()
         latest = saver.latest()
+    assert latest is not None, "a save that did not fail left a checkpoint"
+    return latest
+
+
+def _export(checkpoint: Path, folder: RunFolder, ranks: Ranks, progress: Progress) -> None:
+    """From ``checkpoint`` the model for others to load, however long that takes. Collective.
+
+    A model that no Hugging Face family has is in the checkpoint alone.
+    """
 
     def export() -> str:
         from moe_comm.train.export import export_checkpoint  # transformers: a second that other ranks need not spend
 
         try:
-            assert latest is not None, "a save that did not fail left a checkpoint"
-            folder.save_model(lambda fresh: export_checkpoint(latest, fresh))
+            folder.save_model(lambda fresh: export_checkpoint(checkpoint, fresh))
         except UnsupportedModel as error:
             progress.say(f"no model folder, only checkpoints: {error}")
         except MoeCommError as error:
@@ -190,6 +213,10 @@ def _save_end(trainer: Trainer, saver: RunSaver, folder: RunFolder, ranks: Ranks
 
     if fault := ranks.while_first(export):
         raise MoeCommError(f"the model could not be written: {fault}")
+
+
+def _how_to_export(checkpoint: Path) -> str:
+    return f"saved {checkpoint}; as a Hugging Face folder: moe-comm export {shlex.quote(str(checkpoint))} OUT"
 
 
 def _sample(config: TrainConfig, corpus: Corpus, folder: RunFolder) -> str:
@@ -208,14 +235,16 @@ def _sample(config: TrainConfig, corpus: Corpus, folder: RunFolder) -> str:
 
 
 @contextlib.contextmanager
-def _stop_on_signals(trainer: Trainer) -> Iterator[None]:
+def _stop_on_signals(trainer: Trainer) -> Iterator[list[int]]:
     """Ctrl-C and SIGTERM end training after the step in progress, on all ranks together; a second one ends it at once.
+    Yields the signals that came.
 
     A rank that left in the middle of a step would leave its peers waiting, and the weights half updated. A terminal
     and a launcher may both pass on one press, so signals right after the first are taken for the same one.
     """
+    seen: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield  # Python delivers signals to the main thread only
+        yield seen  # Python delivers signals to the main thread only
         return
     kinds = (signal.SIGINT, signal.SIGTERM)
     before = {kind: signal.getsignal(kind) for kind in kinds}
@@ -224,6 +253,7 @@ def _stop_on_signals(trainer: Trainer) -> Iterator[None]:
 
     def stop(kind: int, frame: FrameType | None) -> None:
         presses.append(time.monotonic())
+        seen.append(int(kind))
         trainer.request_stop()
         if len(presses) > 1 and presses[-1] - presses[0] >= SAME_PRESS_S:
             signal.signal(kind, before[signal.Signals(kind)])
@@ -232,7 +262,7 @@ def _stop_on_signals(trainer: Trainer) -> Iterator[None]:
     for kind in kinds:
         signal.signal(kind, stop)
     try:
-        yield
+        yield seen
     finally:
         for kind in kinds:
             signal.signal(kind, before[kind])
@@ -252,12 +282,14 @@ def _opening(
     count = count_model(architecture, config.data.seq_len)
     router = architecture.moe.router
     statistics = corpus.statistics()
+    epochs = ", ".join(f"{config.run.steps * step:.2g}" for step in corpus.epochs)
     return (
         f"{config.model.family}: {count.params / 1e6:.1f} M parameters ({count.active / 1e6:.1f} M active), "
         f"{architecture.layers} layers, {router.num_experts} experts top-{router.top_k}\n"
         f"mapping: {mesh.config}, {mesh.config.world} rank(s), {config.parallel.sharding}\n"
         f"text {', '.join(config.data.sources)}: {statistics.train_tokens:,} tokens to train, "
-        f"{statistics.validation_tokens:,} to validate, {statistics.bytes_per_token:.2f} bytes each\n"
+        f"{statistics.validation_tokens:,} to validate, {statistics.bytes_per_token:.2f} bytes each; "
+        f"{config.run.steps} steps take {epochs} epochs\n"
         f"run folder {folder.path}"
     )
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
+import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -13,11 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_comm import errors
 from moe_comm.errors import MoeCommError, PeerDied, PeerTimeout, RankMismatch
 from moe_comm.runtime.meter import COMMUNICATION
 
 ASK_S = 0.5
-"""Seconds between two questions whether the first rank is done."""
+"""Seconds between two questions whether the ranks that work are done."""
 
 
 @dataclass(frozen=True)
@@ -57,37 +61,92 @@ class Ranks:
         dist.broadcast(data, 0)
         return bytes(data[: int(size)].numpy()).decode()
 
-    def while_first(self, work: Callable[[], str]) -> str:
-        """What ``work`` returned on rank 0, on every rank, however long it takes. Collective.
+    def texts(self, text: str) -> list[str]:
+        """Every rank's ``text``, by rank. Collective."""
+        if self.world_group is None:
+            return [text]
+        data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+        sizes = torch.zeros(self.world, dtype=torch.int64)
+        sizes[self.rank] = len(text.encode())
+        self.sum(sizes)
+        rows = torch.zeros(self.world, max(int(sizes.max()), 1), dtype=torch.uint8)
+        rows[self.rank, : int(sizes[self.rank])] = data[: int(sizes[self.rank])]
+        self.sum(rows)
+        return [bytes(row[:size].numpy()).decode() for row, size in zip(rows, sizes.tolist(), strict=True)]
 
-        The others do not sit in one collective, which has a deadline; they ask again and again.
+    def while_first(self, work: Callable[[], str]) -> str:
+        """What ``work`` returned on rank 0, on every rank, however long it takes. Collective."""
+        return self.while_some(work if self.is_first else None)[0]
+
+    def while_some(self, work: Callable[[], str] | None) -> list[str]:
+        """What ``work`` returned, by rank ("" for those without any), however long it takes. Collective.
+
+        The others do not sit in one collective, which has a deadline; they ask again and again. What failed on one
+        rank is raised on all: an error of ours as one of its class.
         """
         if self.world_group is None:
-            return work()
-        found: list[str | BaseException] = []
+            return [work() if work is not None else ""]
+        found: list[str | BaseException] = [] if work is not None else [""]
 
         def run() -> None:
             try:
+                assert work is not None
                 found.append(work())
             except BaseException as error:
                 found.append(error)
 
-        thread = threading.Thread(target=run, name="first-rank", daemon=True)
-        if self.is_first:
+        thread = threading.Thread(target=run, name="one-for-all", daemon=True)
+        if work is not None:
             thread.start()
-        done = torch.zeros(1)
-        while not done:
-            if self.is_first:
+        ready = 0
+        while ready < self.world:
+            if not found:
                 thread.join(ASK_S)
-            done = self.sum(torch.tensor([float(bool(found))]))
-        mine = found[0] if found else ""
-        failed = isinstance(mine, BaseException)
-        told = self.text_from_first(f"{'-' if failed else '+'}{mine}")
+            ready = int(self.sum(torch.tensor([float(bool(found))])))
+        mine = found[0]
+        told = self.texts(f"{type(mine).__name__}\n{mine}" if isinstance(mine, BaseException) else f"\n{mine}")
         if isinstance(mine, BaseException):
             raise mine
-        if told.startswith("-"):
-            raise MoeCommError(f"rank 0 failed: {told[1:]}")
-        return told[1:]
+        answers = [text.partition("\n") for text in told]
+        for rank, (failed, _, message) in enumerate(answers):
+            if failed:
+                kind: Any = getattr(errors, failed, None)
+                if kind is None:  # Python's own, or torch's
+                    raise MoeCommError(f"rank {rank}: {failed}: {message}")
+                raise kind(f"rank {rank}: {message}")
+        return [text for _, _, text in answers]
+
+    def first_with(self, folder: Path) -> int:
+        """The first rank that has the same ``folder`` before it, which can fill it for the others. Collective.
+
+        Ranks of one host share it, and so do hosts that have mounted it alike: the first one leaves a mark, the others
+        look for it; the first one without looks after itself and leaves one too, and so on. Where no mark can be left
+        or it is not seen in time (a network's file system), a rank is taken to be alone, so filling must be atomic.
+        """
+        if self.world_group is None:
+            return self.rank
+        run = self.text_from_first(uuid.uuid4().hex)
+        first = -1
+        while True:
+            known = torch.zeros(self.world)
+            known[self.rank] = first >= 0
+            missing = (self.sum(known) == 0).nonzero()
+            if not len(missing):
+                return first
+            at = int(missing[0])
+            mark = folder / f".seen-{run}-{at}"
+            with contextlib.suppress(OSError):  # what cannot be written to may have been filled before
+                if self.rank == at:
+                    first = at
+                    folder.mkdir(parents=True, exist_ok=True)
+                    mark.touch()
+            self.barrier()
+            if first < 0 and mark.exists():
+                first = at
+            self.barrier()
+            if self.rank == at:
+                with contextlib.suppress(OSError):
+                    mark.unlink(missing_ok=True)
 
     def check_equal(self, what: str, digest: int, advice: str) -> None:
         """Raise ``RankMismatch`` on every rank unless ``digest`` (below 2**63) is the same everywhere."""

@@ -8,12 +8,12 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended, the same on every rank but for ``sample``, which rank 0 alone has.
+    """How a run ended, the same on every rank but for ``sample``, which rank 0 alone has, and ``signal``.
 
     folder: what the run left behind. status: "finished", "interrupted" or "time limit". steps: done.
     first_loss, last_loss: training loss of the first step, and the mean over the last ``LAST_STEPS`` steps.
     validation_loss: after the last step; None where the run was interrupted. unigram_entropy: of the text.
-    All in nats per token.
+    All in nats per token. signal: the first that asked this process to stop; 0: none.
     """
 
     folder: Path
@@ -25,6 +25,7 @@ class RunResult:
     unigram_entropy: float
     seconds: float
     sample: str = ""
+    signal: int = 0
 
 
 LAST_STEPS = 10

@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from moe_comm.dispatch.payload import PayloadName, Payloads
 from moe_comm.topology import ParallelConfig
 
 Family = Literal["qwen3_moe", "olmoe", "mixtral", "deepseek_v3"]
@@ -236,6 +237,22 @@ class ParallelSection(Section):
             ConfigError: they do not fit.
         """
         return ParallelConfig.of(world, tp=self.tp, cp=self.cp, dp=self.dp, pp=self.pp, ep=self.ep, etp=self.etp)
+
+
+class PayloadSection(Section):
+    """What rows look like while they travel between the ranks that share experts; see ``moe_comm.dispatch.Payloads``.
+
+    dispatch: tokens to their experts. combine: results back. dispatch_backward, combine_backward: their gradients.
+    """
+
+    dispatch: PayloadName = "same"
+    combine: PayloadName = "same"
+    dispatch_backward: PayloadName = "same"
+    combine_backward: PayloadName = "same"
+
+    def payloads(self) -> Payloads:
+        """As ``DispatchOptions`` takes them."""
+        return Payloads(self.dispatch, self.combine, self.dispatch_backward, self.combine_backward)
 
 
 class CheckpointSection(Section):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,6 @@ from tests.pool import RankPool
 needs_cpu = pytest.mark.skipif(
     torch.accelerator.is_available(), reason="transformers puts every rank on the accelerator, one device a rank"
 )
-
-
-@pytest.fixture(scope="module")
-def pool2() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
-        yield pool
 
 
 def test_registering_twice_changes_nothing() -> None:

@@ -135,6 +135,15 @@ def test_logits_and_all_gradients_equal_those_of_the_unswapped_model(
     compare(pool4.run(run, (folder, MAPPINGS, False))[0], reference(folder, **data()), family)
 
 
+@pytest.mark.parametrize("family", ["mixtral_window", "olmoe", "deepseek_v3"])
+def test_each_of_four_ranks_holds_a_quarter_of_the_heads(
+    family: str, folders: Callable[[str], str], pool4: RankPool
+) -> None:
+    """All of these have four key and value heads, or a latent that serves all heads."""
+    folder = folders(family)
+    compare(pool4.run(run, (folder, [(4, 1, "ulysses")], False))[0], reference(folder, **data()), family)
+
+
 @pytest.mark.parametrize("family", ["mixtral_window", "deepseek_v3"])
 def test_positions_that_start_again_begin_a_new_document(
     family: str, folders: Callable[[str], str], pool4: RankPool

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,18 +18,6 @@ from moe_comm.topology import FoldedMesh, ParallelConfig, Sharding
 from tests.pool import RankPool
 
 BATCH, LENGTH, HIDDEN = 2, 16, 12
-
-
-@pytest.fixture(scope="module")
-def pool2() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def pool4() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
-        yield pool
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,12 +22,6 @@ from moe_comm.layers.context import ContextSpec, check_heads, context_attention,
 from moe_comm.layers.ring import RingSpec
 from moe_comm.layers.sequence import Documents, local_positions, shard_sequence, unshard_sequence, zigzag_positions
 from tests.pool import RankPool
-
-
-@pytest.fixture(scope="module")
-def pool4() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
-        yield pool
 
 
 @pytest.fixture

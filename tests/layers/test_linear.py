@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -36,18 +35,6 @@ class Case:
 
 KINDS = ("linears", "segments", "dense", "geglu", "interleaved", "from_linears")
 PAIRS = Activation("interleaved", lambda h: F.silu(h[..., ::2]) * h[..., 1::2], interleaved=True)
-
-
-@pytest.fixture(scope="module")
-def pool2() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def pool4() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
-        yield pool
 
 
 class Block(nn.Module):

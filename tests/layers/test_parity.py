@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -36,18 +35,6 @@ RICH = MoEConfig(
     shared_ffn=24,
     shared_gate=True,
 )
-
-
-@pytest.fixture(scope="module")
-def pool2() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def pool4() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
-        yield pool
 
 
 def check_config(rank: int, world: int, config: CheckGradsConfig) -> tuple[bool, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -72,12 +72,6 @@ def assert_equal(seen: Seen, expected: Seen) -> None:
     assert all(torch.equal(a, b) for a, b in zip(seen.counted, expected.counted, strict=True))
     assert seen.dropped == expected.dropped
     assert seen.aux == expected.aux
-
-
-@pytest.fixture(scope="module")
-def pool2() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
-        yield pool
 
 
 @pytest.mark.parametrize("config", [TINY, LATENT, replace(BY_WEIGHT, parallel_block=True)], ids=["gqa", "mla", "drops"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
 from functools import lru_cache
@@ -61,24 +60,6 @@ ON_8 = [
     Case(ParallelConfig(tp=2, cp=2, dp=2, ep=8)),
     Case(ParallelConfig(tp=4, dp=2, etp=2, ep=4), LATENT),
 ]
-
-
-@pytest.fixture(scope="module")
-def pool2() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def pool4() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def pool8() -> Iterator[RankPool]:
-    with RankPool(8) as pool:
-        yield pool
 
 
 @lru_cache(maxsize=32)

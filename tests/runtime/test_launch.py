@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_comm.errors import ConfigError, InputError, PeerDied
+from moe_comm.errors import CheckpointError, ConfigError, InputError, PeerDied, RoutingError
 from moe_comm.runtime.launch import (
     STORE_VARIABLE,
     Interrupted,
@@ -149,7 +149,8 @@ def fail_at_first(folder: str, how: str, times: int) -> tuple[int, int]:
         if ranks.rank == 1 and ranks.restarts < times:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
-            raise InputError(f"attempt {ranks.restarts}")
+            kind = RoutingError if how == "refused" else CheckpointError
+            raise kind(f"attempt {ranks.restarts}")
         total = torch.ones(1)
         try:
             dist.all_reduce(total)
@@ -165,8 +166,14 @@ def test_a_failed_rank_has_all_started_again_and_meeting_anew(how: str, tmp_path
 
 
 def test_after_the_last_restart_its_own_cause_is_raised(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"^rank 1: attempt 1$"):
+    with pytest.raises(CheckpointError, match=r"^rank 1: attempt 1$"):
         launch(fail_at_first, (str(tmp_path), "raised", 5), ranks=2, restarts=1)
+
+
+def test_what_the_user_has_to_mend_is_not_tried_again(tmp_path: Path) -> None:
+    with pytest.raises(RoutingError, match=r"^rank 1: attempt 0$"):
+        launch(fail_at_first, (str(tmp_path), "refused", 1), ranks=2, restarts=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.0", "1.0"]
 
 
 def test_one_rank_with_restarts_has_a_process_of_its_own() -> None:

@@ -32,12 +32,6 @@ EXPERTS, HIDDEN, TOP_K = 8, 48, 2
 
 
 @pytest.fixture(scope="module")
-def pool2() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
 def pool3() -> Iterator[RankPool]:
     with RankPool(3) as pool:
         yield pool

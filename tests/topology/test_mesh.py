@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,18 +25,6 @@ EIGHT = [
     ParallelConfig(tp=2, dp=2, pp=2, ep=4),
     ParallelConfig(dp=8, etp=2, ep=2),
 ]
-
-
-@pytest.fixture(scope="module")
-def pool4() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def pool8() -> Iterator[RankPool]:
-    with RankPool(8) as pool:
-        yield pool
 
 
 def members(group: Any) -> tuple[int, ...]:

@@ -125,12 +125,6 @@ def test_a_pipeline_trains_as_one_process(
     common = [*shared_settings, *SGD, *model, "model.layers=4", "data.micro_batches=4"]
     alone = train(0, 1, common)
     found = pool2.run(train, [*common, "parallel.pp=2", f"parallel.schedule={schedule}"], timeout=90)
-    if "model.tie=true" in model:  # with a pipeline each end has a copy, under a name of its own
-        for trained in found:
-            head = trained.parts.pop("head.weight", None)
-            if head is not None:
-                embedding = alone.parts["embed.weight"][1][0][1]
-                torch.testing.assert_close(head[1][0][1], embedding, rtol=1e-4, atol=1e-5)
     assert_same_training(found, alone)
 
 

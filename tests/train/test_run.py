@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
 import math
 import os
 import re
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from moe_comm.cli import run as command
 from moe_comm.errors import ConfigError, MissingDependency, NonFiniteLoss, RankMismatch
 from moe_comm.train import RunResult, job, run
 from moe_comm.train.checkpoint import CheckpointReader, latest
@@ -34,7 +36,7 @@ TOKENS = torch.arange(12).view(1, 12) + 60
 FILES = {"config.resolved.toml", "metrics.jsonl", "tensorboard", "checkpoints", "tokenizer", "model", "result.json"}
 
 
-@contextmanager
+@contextlib.contextmanager
 def watched(after_step: Callable[[StepReport], None]) -> Iterator[None]:
     """Call ``after_step(report)`` after every step of every trainer."""
     with pytest.MonkeyPatch.context() as patch:
@@ -49,7 +51,7 @@ def watched(after_step: Callable[[StepReport], None]) -> Iterator[None]:
         yield
 
 
-@contextmanager
+@contextlib.contextmanager
 def probed(found: list[Any]) -> Iterator[None]:
     """Before the trained model is given up, put its logits for ``TOKENS`` into ``found``. Collective."""
     close = job._close
@@ -73,6 +75,16 @@ def _run_and_probe(rank: int, world: int, settings: list[str]) -> tuple[RunResul
     with probed(logits):
         result = run(None, settings)
     return result, logits[0]
+
+
+def export_as_told(out: str, folder: Path) -> None:
+    """Do what the run printed: what comes of it loads in transformers, tokenizer included."""
+    (told,) = (line for line in out.splitlines() if "moe-comm export" in line)
+    _, command, checkpoint, place = told[told.index("moe-comm export") :].split(" ")
+    assert (command, place) == ("export", "OUT")
+    export_run(Path(checkpoint), folder / "OUT")
+    assert AutoModelForCausalLM.from_pretrained(folder / "OUT") is not None
+    assert AutoTokenizer.from_pretrained(folder / "OUT") is not None
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
@@ -168,6 +180,7 @@ def test_only_rank_0_prints_and_ends_with_the_losses_beside_the_entropy(
 ) -> None:
     result = run(None, [*settings, "run.log_every=2", "run.sample_tokens=24"])
     out = capsys.readouterr().out
+    assert "4 steps take 0.021 epochs" in out, "4 steps of 8 x 16 of the text's 23,965 tokens"
     assert "0.0 M parameters" in out and "4 experts top-2" in out and "1 rank(s)" in out
     steps = [line.split()[1] for line in out.splitlines() if line.startswith("step ")]
     assert steps == ["1/4", "2/4", "4/4"]
@@ -200,17 +213,30 @@ def _signal_at(kind: signal.Signals, step: int) -> Callable[[StepReport], None]:
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_after_a_whole_step_and_leaves_a_usable_folder(settings: list[str], kind: signal.Signals) -> None:
+def test_a_signal_ends_after_a_whole_step_with_a_checkpoint_and_says_how_to_export_it(
+    settings: list[str], kind: signal.Signals, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with watched(_signal_at(kind, 2)):
         result = run(None, [*settings, "run.steps=1000"])
     assert (result.status, result.steps, result.validation_loss) == ("interrupted", 3, None)
-    assert AutoModelForCausalLM.from_pretrained(result.folder / "model") is not None
+    assert result.signal == kind
+    assert {path.name for path in result.folder.iterdir()} == FILES - {"model"}, "no export: a launcher would kill it"
     assert [line["step"] for line in lines_of(result.folder)] == [1, 2, 3]
     assert json.loads((result.folder / "result.json").read_text())["status"] == "interrupted"
     saved = latest(result.folder / "checkpoints")
     assert saved is not None and CheckpointReader(saved).step == 3
+    export_as_told(capsys.readouterr().out, tmp_path)
     assert handlers == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
+
+
+@pytest.mark.parametrize(("kind", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_the_command_with_a_single_rank_tells_ctrl_c_from_sigterm_as_with_more(
+    settings: list[str], kind: signal.Signals, code: int
+) -> None:
+    with watched(_signal_at(kind, 1)):
+        assert command(["train", "tiny", "--ranks", "1", *settings]) == code
+    assert json.loads((_one_folder(settings) / "result.json").read_text())["status"] == "interrupted"
 
 
 def test_one_press_that_arrives_twice_is_one(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,12 +268,16 @@ def _interrupt_one_rank(rank: int, world: int, settings: list[str]) -> RunResult
 
 def test_ctrl_c_on_one_rank_ends_every_rank(pool2: RankPool, settings: list[str]) -> None:
     results = pool2.run(_interrupt_one_rank, [*settings, "run.steps=1000"], timeout=120)
-    assert [(result.status, result.steps) for result in results] == [("interrupted", 3)] * 2
-    assert (results[0].folder / "model" / "model.safetensors").exists()
+    assert [(result.status, result.steps, result.signal) for result in results] == [
+        ("interrupted", 3, 0),
+        ("interrupted", 3, signal.SIGINT),
+    ]
 
 
-def _diverge(rank: int, world: int, settings: list[str]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
+def _diverge(rank: int, world: int, settings: list[str]) -> str:
+    """What the rank printed."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
         from moe_comm.train.pipeline.runner import Accumulation
 
         step = Accumulation.step
@@ -261,12 +291,17 @@ def _diverge(rank: int, world: int, settings: list[str]) -> None:
         patch.setattr(Accumulation, "step", diverging)
         with pytest.raises(NonFiniteLoss):
             run(None, settings)
+    return printed.getvalue()
 
 
-def test_a_nan_loss_leaves_the_last_good_weights(pool2: RankPool, settings: list[str]) -> None:
-    pool2.run(_diverge, settings, timeout=120)
+def test_a_nan_loss_leaves_a_checkpoint_of_the_last_good_weights(
+    pool2: RankPool, settings: list[str], tmp_path: Path
+) -> None:
+    printed, other = pool2.run(_diverge, settings, timeout=120)
+    assert other == ""
+    export_as_told(printed, tmp_path)
     folder = _one_folder(settings)
-    assert AutoModelForCausalLM.from_pretrained(folder / "model") is not None
+    assert not (folder / "model").exists()
     ended = json.loads((folder / "result.json").read_text())
     assert ended["status"] == "failed"
     assert re.match("NonFiniteLoss: step 3: the loss .* NaN or infinite on rank 1", ended["error"])

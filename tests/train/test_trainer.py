@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from moe_comm.errors import ConfigError, NonFiniteLoss, PeerError
+from moe_comm.layers.sequence import Documents
+from moe_comm.train.corpus import IGNORE
 from moe_comm.train.trainer import Trainer
 from tests.pool import RankPool
 from tests.train.common import SGD, Session, assert_same_training, session, train, whole
@@ -190,6 +192,46 @@ def test_training_learns_the_text(shared_settings: list[str]) -> None:
         entropy = here.corpus.statistics().unigram_entropy
         assert reports[-1].loss < entropy
         assert here.trainer.evaluate() < entropy
+
+
+class _Summaries:
+    """A sink that keeps what it is told beside the steps."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, dict[str, float]]] = []
+
+    def write(self, report: Any) -> None: ...
+
+    def summary(self, step: int, values: dict[str, float]) -> None:
+        self.told.append((step, dict(values)))
+
+    def close(self) -> None: ...
+
+
+def test_perplexity_is_the_exponential_of_the_mean_loss_of_the_tokens_that_count(shared_settings: list[str]) -> None:
+    """Against log-softmax in float64; padding and the last tokens of documents are no targets."""
+    settings = [*shared_settings, "data.packing=best_fit", "data.documents=separate", "data.seq_len=12"]
+    sink = _Summaries()
+    with session(settings, sinks=[sink]) as here:
+        here.trainer.train_step(0)
+        loss = here.trainer.evaluate()
+        (model,) = here.stages
+        losses = []
+        for whole_batch in here.corpus.validation_batches(2):
+            batch = whole_batch.local()
+            documents = Documents.of(batch.documents_BS, None, "ulysses")
+            with torch.no_grad():
+                logits_BSV = model.logits(model(batch.ids_BS, positions=batch.positions_BS, documents=documents))
+            log_p_BSV = logits_BSV.double().log_softmax(-1)
+            counted_BS = batch.targets_BS != IGNORE
+            targets_BS1 = batch.targets_BS.clamp(min=0).unsqueeze(-1)
+            losses.append(-log_p_BSV.gather(-1, targets_BS1).squeeze(-1)[counted_BS])
+    mean = torch.cat(losses).mean().item()
+    assert 0 < len(torch.cat(losses)) < 2 * 8 * 12, "some targets must not count"
+    assert loss == pytest.approx(mean, rel=1e-6)
+    ((step, told),) = sink.told
+    assert (step, told["validation/loss"]) == (0, loss)
+    assert told["validation/perplexity"] == pytest.approx(math.exp(mean), rel=1e-5)
 
 
 def _leave(rank: int, world: int, settings: list[str]) -> str:

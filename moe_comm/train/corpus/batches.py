@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +77,6 @@ class GlobalBatch:
     @property
     def rows(self) -> int:
         return len(self.places.index_B)
-
-    @cached_property
-    def own_targets(self) -> int:
-        """Targets that count among these sequences; those of a whole step are ``num_targets``."""
-        return _targets(self.packings, self.places)
 
     def micro(self, index: int, micro_batches: int) -> GlobalBatch:
         """Micro-batch ``index`` of ``micro_batches`` equal ones.
@@ -258,7 +252,7 @@ class Corpus:
 
     @property
     def epochs(self) -> list[float]:
-        """Epochs of each source that one step takes."""
+        """Epochs of each source that one step takes: shares of its sequences."""
         turns = self.sampler.mixture
         share = [self.settings.batch * n / turns.period for n in turns.turns]
         return [rows / packing.sequences for rows, packing in zip(share, self._packings, strict=True)]

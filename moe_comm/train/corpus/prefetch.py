@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
@@ -20,9 +19,6 @@ class Prefetch(Generic[T]):
     Args:
         load: what to do for a step. It is called in one thread, never twice at once.
         last: the first step that is not wanted.
-
-    Attributes:
-        waited_s: seconds that ``get`` has waited in all: the part of reading that work did not hide.
     """
 
     def __init__(self, load: Callable[[int], T], last: int) -> None:
@@ -30,16 +26,13 @@ class Prefetch(Generic[T]):
         self._last = last
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="data")
         self._next: tuple[int, Future[T]] | None = None
-        self.waited_s = 0.0
 
     def get(self, step: int) -> T:
         """The data of ``step``. What ``load`` raised for it is raised here."""
-        began = time.perf_counter()
         if self._next is None or self._next[0] != step:
             self._drop()
             self._next = (step, self._pool.submit(self._load, step))
         result = self._next[1].result()
-        self.waited_s += time.perf_counter() - began
         self._next = (step + 1, self._pool.submit(self._load, step + 1)) if step + 1 < self._last else None
         return result
 

@@ -3,8 +3,9 @@
                        1 MiB of text a chunk
     documents ──▶ chunks ──▶ workers (tokenise) ──▶ in order of the chunks ──▶ tokens.bin, offsets.bin ──▶ rename
 
-One process prepares; the others wait at the caller's barrier and open what it made. The result is the same for any
-number of workers, and its name comes from the content of the files and the tokenizer, so that the next run finds it.
+One process of those that share a cache prepares; the others wait for it and open what it made. The result is the same
+for any number of workers, and its name comes from the content of the files and the tokenizer, so that the next run
+finds it.
 """
 
 from __future__ import annotations

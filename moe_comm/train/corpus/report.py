@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from moe_comm.train.corpus.batches import entropy
@@ -25,9 +25,6 @@ class Description:
     dtype: str
     tokenizer: str
     digest: str
-
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self)
 
     def lines(self) -> list[tuple[str, str]]:
         """(name, value) for a table."""

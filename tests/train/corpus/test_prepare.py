@@ -358,7 +358,6 @@ def test_the_description_counts_what_is_there(sound: Path) -> None:
     assert (found.documents, found.dtype, found.vocab_size) == (1, "uint16", 257)
     assert found.tokens == found.text_bytes + 1 == found.longest_document
     assert found.used_ids == len(set("line 0123456789\n")) + 1
-    assert json.loads(json.dumps(found.as_dict()))["tokens"] == found.tokens
     assert ("documents", f"1, the longest {found.tokens:,} tokens") in found.lines()
 
 

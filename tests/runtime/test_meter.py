@@ -1,0 +1,86 @@
+"""The meter counts what happens inside of it, once, and not what happens while it is paused."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import pytest
+
+from moe_comm.runtime import meter as meter_module
+from moe_comm.runtime.meter import Meter
+
+
+class Clock:
+    """Stands still unless told."""
+
+    def __init__(self) -> None:
+        self.now = 5.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(meter_module, "time", clock)
+    return clock
+
+
+def test_nested_work_counts_once_and_taking_starts_anew(clock: Clock) -> None:
+    meter = Meter()
+    clock.now += 1
+    with meter:
+        clock.now += 2
+        with meter:
+            clock.now += 4
+        clock.now += 8
+    clock.now += 16
+    assert meter.take() == 2 + 4 + 8
+    assert meter.take() == 0
+
+
+def test_a_pause_does_not_count_but_for_what_enters_in_it(clock: Clock) -> None:
+    meter = Meter()
+    with meter, meter:
+        clock.now += 1
+        with meter.paused():
+            clock.now += 2
+            with meter:
+                clock.now += 4
+                with meter.paused():
+                    clock.now += 8
+                clock.now += 16
+            clock.now += 32
+        clock.now += 64
+    clock.now += 128
+    assert meter.take() == 1 + 4 + 16 + 64
+
+
+def test_a_pause_outside_changes_nothing_and_one_that_fails_ends(clock: Clock) -> None:
+    meter = Meter()
+    with meter.paused():
+        clock.now += 1
+        with meter:
+            clock.now += 2
+    with meter:
+        with contextlib.suppress(ZeroDivisionError), meter.paused():
+            clock.now += 4
+            raise ZeroDivisionError
+        clock.now += 8
+    assert meter.take() == 2 + 8
+
+
+def test_each_thread_enters_for_itself(clock: Clock) -> None:
+    meter = Meter()
+
+    def work() -> None:
+        with meter:
+            clock.now += 1
+
+    with meter.paused():
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert meter.take() == 1

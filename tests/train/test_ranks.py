@@ -1,0 +1,137 @@
+"""Ranks that agree on small things: who prepares the text where hosts share no folder, and work that takes long."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_comm.errors import MoeCommError
+from moe_comm.train import job
+from moe_comm.train import ranks as ranks_module
+from moe_comm.train.corpus.tokenfile import META
+from moe_comm.train.ranks import Ranks
+from tests.pool import RankPool
+from tests.train.common import TEXT, config_of
+
+HOST_RANKS = 2
+
+
+def _open(rank: int, world: int, hosts: list[list[str]]) -> dict[str, Any]:
+    """Ranks 0 and 1 have the settings of the first host, the next two those of the second."""
+    settings = hosts[min(rank // HOST_RANKS, len(hosts) - 1)]
+    prepared: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        prepare = job.prepare_all
+        patch.setattr(job, "prepare_all", lambda given: (prepared.append(rank), prepare(given))[1])
+        try:
+            corpus = job.open_corpus(config_of(settings), Ranks.make())
+        except MoeCommError as error:
+            return {"prepared": bool(prepared), "error": type(error).__name__, "message": str(error)}
+    batch = corpus.batch_of(1).micro(0, 1).local(0, 1)
+    return {"prepared": bool(prepared), "path": corpus.files[0].path, "ids_BS": batch.ids_BS}
+
+
+def _host(folder: Path, text: str = TEXT) -> list[str]:
+    """Settings of a host whose text and cache lie in ``folder``."""
+    folder.mkdir()
+    (folder / "text.txt").write_text(text)
+    sizes = ["data.seq_len=16", "data.batch=4"]
+    return [*sizes, f"data.source={folder / 'text.txt'}", f"data.cache={folder / 'cache'}"]
+
+
+def test_one_rank_of_each_host_prepares_where_hosts_share_no_cache(pool4: RankPool, tmp_path: Path) -> None:
+    hosts = [_host(tmp_path / "a"), _host(tmp_path / "b")]
+    found = pool4.run(_open, hosts)
+    assert [rank["prepared"] for rank in found] == [True, False, True, False]
+    assert [rank["path"].parent for rank in found] == [tmp_path / host / "cache" for host in "aabb"]
+    assert all(torch.equal(rank["ids_BS"], found[0]["ids_BS"]) for rank in found)
+    assert all(
+        [path.name for path in (tmp_path / host / "cache").iterdir()] == [found[0]["path"].name] for host in "ab"
+    )
+
+
+def test_the_first_rank_prepares_for_all_that_share_its_cache(pool4: RankPool, tmp_path: Path) -> None:
+    found = pool4.run(_open, [_host(tmp_path / "a")])
+    assert [rank["prepared"] for rank in found] == [True, False, False, False]
+    assert len({rank["path"] for rank in found}) == 1
+
+
+def test_hosts_with_different_text_are_refused_on_every_rank(pool4: RankPool, tmp_path: Path) -> None:
+    other = TEXT.replace("line 399", "line 398")
+    for rank in pool4.run(_open, [_host(tmp_path / "a"), _host(tmp_path / "b", other)]):
+        assert rank["error"] == "RankMismatch"
+        assert "ranks disagree on the prepared tokens" in rank["message"]
+        assert "give every host the same text" in rank["message"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "said"),
+    [
+        ("text", "ConfigError", "text.txt"),
+        ("cache", "ConfigError", "data.cache: cannot write to"),
+        ("file", "CorruptFile", META),
+    ],
+)
+def test_what_one_host_cannot_use_is_the_same_error_on_every_rank(
+    pool4: RankPool, tmp_path: Path, fault: str, kind: str, said: str
+) -> None:
+    hosts = [_host(tmp_path / "a"), _host(tmp_path / "b")]
+    if fault == "text":
+        (tmp_path / "b" / "text.txt").unlink()
+    elif fault == "cache":
+        (tmp_path / "b" / "cache").write_text("no folder")
+    else:
+        pool4.run(_open, hosts)
+        (meta,) = (tmp_path / "b" / "cache").glob(f"*/{META}")
+        meta.write_text("{")
+    for rank in pool4.run(_open, hosts):
+        assert (rank["error"], said in rank["message"], str(tmp_path / "b") in rank["message"]) == (kind, True, True)
+
+
+def _work(rank: int, world: int, what: str) -> tuple[list[str], int]:
+    """Rank 1's work ends when ranks have asked for it three times; returns what came of it, and the questions."""
+    ranks, asked = Ranks.make(), []
+    enough = threading.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        ask = ranks_module.all_sum
+
+        def asking(values: torch.Tensor, group: Any) -> torch.Tensor:
+            asked.append(1)
+            if len(asked) >= 3:
+                enough.set()
+            return ask(values, group)
+
+        def long() -> str:
+            assert enough.wait(30)
+            if what == "fails":
+                raise ZeroDivisionError("a bug")
+            return "done\nat last"
+
+        patch.setattr(ranks_module, "all_sum", asking)
+        patch.setattr(ranks_module, "ASK_S", 0.01)
+        try:
+            return ranks.while_some(long if rank == 1 else None), len(asked)
+        except (ZeroDivisionError, MoeCommError) as error:
+            return [f"{type(error).__name__}: {error}"], len(asked)
+
+
+def test_ranks_ask_again_and_again_for_work_that_takes_long(pool2: RankPool) -> None:
+    for answers, asked in pool2.run(_work, "works"):
+        assert answers == ["", "done\nat last"]
+        assert asked >= 3, "none may sit in one collective, which has a deadline"
+
+
+def test_work_that_fails_on_one_rank_fails_on_all(pool2: RankPool) -> None:
+    (other, _), (own, _) = pool2.run(_work, "fails")
+    assert own == ["ZeroDivisionError: a bug"]
+    assert other == ["MoeCommError: rank 1: ZeroDivisionError: a bug"]
+
+
+def test_a_rank_alone_works_for_itself(tmp_path: Path) -> None:
+    alone = Ranks()
+    assert alone.while_some(lambda: "done") == alone.texts("done") == ["done"]
+    assert alone.first_with(tmp_path / "nowhere") == 0
