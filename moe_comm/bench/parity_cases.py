@@ -54,6 +54,7 @@ DENSE_START = {"first_dense": 2, "dense_ffn": 96}
 
 CASES: tuple[Case, ...] = (
     _case("tp 2", 2, tp=2, ep=1),
+    _case("tp 2, overlapped", 2, model=DENSE_START, tp=2, ep=1, overlap_chunks=2),
     _case("cp 2, ulysses", 2, cp=2, ep=1),
     _case("cp 2, ring", 2, cp=2, ep=1, context="ring"),
     _case("dp 2", 2, ep=1),
@@ -93,6 +94,7 @@ CASES: tuple[Case, ...] = (
 
 QUICK = (
     "tp 2",
+    "tp 2, overlapped",
     "cp 2, ulysses",
     "cp 2, ring",
     "dp 2, fsdp",

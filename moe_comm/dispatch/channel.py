@@ -73,23 +73,48 @@ class Channel:
 
     def all_gather(self, tensor: Tensor, doing: str) -> Tensor:
         """[W, *shape] of equal-sized tensors, on the device of ``tensor``."""
+        return self.start_all_gather(tensor, doing)()
+
+    def start_all_gather(self, tensor: Tensor, doing: str) -> Callable[[], Tensor]:
+        """Begin ``all_gather``; the call returned waits for it. As with all that is started here, every rank starts
+        the same on this group in the same order, and calls what it got in that order too."""
         sent = _as_bytes(tensor.to(self.wire(tensor.device)).contiguous())
         out = torch.empty(self.world * sent.numel(), dtype=torch.uint8, device=sent.device)
         options = AllgatherOptions()
         options.timeout = self._backend_timeout()
-        self._run(lambda: self._group._allgather_base(out, sent, options), sent.device, doing)
-        return out.view(tensor.dtype).view(self.world, *tensor.shape).to(tensor.device)
+        wait = self._start(lambda: self._group._allgather_base(out, sent, options), sent.device, doing)
+
+        def arrived() -> Tensor:
+            wait()
+            return out.view(tensor.dtype).view(self.world, *tensor.shape).to(tensor.device)
+
+        return arrived
 
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], doing: str) -> Tensor:
         """Rows from every rank in order of rank; ``send`` and ``receive`` are rows per rank, checked beforehand."""
+        return self.start_all_to_all(rows, send, receive, doing)()
+
+    def start_all_to_all(
+        self, rows: Tensor, send: Sequence[int], receive: Sequence[int], doing: str
+    ) -> Callable[[], Tensor]:
+        """Begin ``all_to_all``, as ``start_all_gather`` does."""
         shape = (sum(receive), *rows.shape[1:])
         width = rows[:1].numel() if rows.shape[0] else torch.Size(rows.shape[1:]).numel()
+        if not width:  # on every rank
+            return lambda: rows.new_empty(shape)
         sent = rows.to(self.wire(rows.device)).contiguous().view(rows.shape[0], width).view(torch.uint8)
         out = torch.empty(sum(receive), sent.shape[1], dtype=torch.uint8, device=sent.device)
         options = AllToAllOptions()
         options.timeout = self._backend_timeout()
-        self._run(lambda: self._group.alltoall_base(out, sent, list(receive), list(send), options), sent.device, doing)
-        return out.view(rows.dtype).view(shape).to(rows.device)
+        wait = self._start(
+            lambda: self._group.alltoall_base(out, sent, list(receive), list(send), options), sent.device, doing
+        )
+
+        def arrived() -> Tensor:
+            wait()
+            return out.view(rows.dtype).view(shape).to(rows.device)
+
+        return arrived
 
     def reduce_scatter(self, parts_WTD: Tensor, doing: str) -> Tensor:
         """[T, D] sum over ranks of this rank's part, in the dtype of ``parts_WTD``."""
@@ -111,30 +136,13 @@ class Channel:
     def rotate(self, tensor: Tensor, doing: str) -> Callable[[], Tensor]:
         """Start sending ``tensor`` to the next rank of the ring; the call returned waits for the previous rank's.
 
-        All ranks' tensors are of one shape and dtype, and all start their calls on this group in the same order.
+        All ranks' tensors are of one shape and dtype.
         """
         sent = _as_bytes(tensor.to(self.wire(tensor.device)).contiguous())
-        out = torch.empty_like(sent)
-        options = AllToAllOptions()
-        options.timeout = self._backend_timeout()
         send = [sent.numel() if rank == (self.rank + 1) % self.world else 0 for rank in range(self.world)]
         receive = [sent.numel() if rank == (self.rank - 1) % self.world else 0 for rank in range(self.world)]
-        started: Work | RuntimeError
-        try:
-            started = self._group.alltoall_base(out, sent, receive, send, options)
-        except RuntimeError as error:
-            started = error
-
-        def underway() -> Work:
-            if isinstance(started, RuntimeError):
-                raise started
-            return started
-
-        def arrived() -> Tensor:
-            self._run(underway, sent.device, doing)
-            return out.view(tensor.dtype).view(tensor.shape).to(tensor.device)
-
-        return arrived
+        arrived = self.start_all_to_all(sent, send, receive, doing)
+        return lambda: arrived().view(tensor.dtype).view(tensor.shape).to(tensor.device)
 
     def _backend_timeout(self) -> timedelta:
         # Ours comes first: when the backend's passes it closes its connections, and peers still waiting would
@@ -142,12 +150,27 @@ class Channel:
         return timedelta(seconds=self.timeout_s + LINGER_S)
 
     def _run(self, start: Callable[[], Work], device: torch.device, doing: str) -> None:
+        self._start(start, device, doing)()
+
+    def _start(self, start: Callable[[], Work], device: torch.device, doing: str) -> Callable[[], None]:
+        """What waits for the work that ``start`` begins, and raises its errors, those of beginning it too."""
         if self.failed is not None:
             raise type(self.failed)(*self.failed.args)
         self._place += 1
-        begun = time.monotonic()
+        work: Work | RuntimeError
         try:
             work = start()
+        except RuntimeError as error:
+            work = error
+        return lambda: self._finish(work, device, doing)
+
+    def _finish(self, work: Work | RuntimeError, device: torch.device, doing: str) -> None:
+        begun = time.monotonic()
+        if self.failed is not None:
+            raise type(self.failed)(*self.failed.args)
+        try:
+            if isinstance(work, RuntimeError):
+                raise work
             if device.type == "cuda":
                 work.wait()  # orders streams; the backend's watchdog holds the deadline
             else:

@@ -53,7 +53,7 @@ class SharedChannel(Channel):
             return
         self._calls += 1
         words = torch.tensor([self._calls, zlib.crc32(doing.encode())])
-        told = super().all_gather(words.to(self.control_device), f"the check before {doing}").cpu()
+        told = self.all_gather(words.to(self.control_device), f"the check before {doing}").cpu()
         odd = [rank for rank, row in enumerate(told.tolist()) if row != told[self.rank].tolist()]
         if odd:
             raise other_collective(self.rank, self._calls, doing, f"ranks {odd} are in another")
@@ -62,16 +62,22 @@ class SharedChannel(Channel):
         """As ``Channel.sums``; shared memory adds in fp32, in order of rank, and rounds once."""
         return (self._takes(x) and x.dtype in DTYPE_CODES) or super().sums(x)
 
-    def all_gather(self, tensor: Tensor, doing: str) -> Tensor:
+    def start_all_gather(self, tensor: Tensor, doing: str) -> Callable[[], Tensor]:
+        """As ``Channel.start_all_gather``. Through shared memory it is done at once: copying is work of this core."""
+
         def gather(offer: tuple[Any, ...]) -> Tensor:
             out = _empty((self.world, *tensor.shape), tensor.dtype)
             self._exchange.copy(*offer, 0, tensor.nbytes, out.data_ptr())
             return out
 
         done = self._share(tensor, gather, doing)
-        return super().all_gather(tensor, doing) if done is None else done
+        return super().start_all_gather(tensor, doing) if done is None else lambda: done
 
-    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], doing: str) -> Tensor:
+    def start_all_to_all(
+        self, rows: Tensor, send: Sequence[int], receive: Sequence[int], doing: str
+    ) -> Callable[[], Tensor]:
+        """As ``Channel.start_all_to_all``; done at once too."""
+
         def swap(offer: tuple[Any, ...]) -> Tensor:
             out = _empty(rows.shape, rows.dtype)
             part = rows.nbytes // self.world
@@ -80,7 +86,7 @@ class SharedChannel(Channel):
 
         equal = len({*send, *receive}) == 1
         done = self._share(rows, swap, doing) if equal else None
-        return super().all_to_all(rows, send, receive, doing) if done is None else done
+        return super().start_all_to_all(rows, send, receive, doing) if done is None else lambda: done
 
     def reduce_scatter(self, parts_WTD: Tensor, doing: str) -> Tensor:
         def add(offer: tuple[Any, ...]) -> Tensor:

@@ -23,6 +23,15 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def added_in_order(parts_W: Tensor) -> Tensor:
+    """Sum over the first dimension in order of rank, in wide precision, rounded once; exact for integers."""
+    wide = wide_dtype(parts_W.dtype) if parts_W.is_floating_point() else torch.int64
+    total = parts_W[0].to(wide, copy=True)
+    for part in parts_W[1:]:
+        total += part
+    return total.to(parts_W.dtype)
+
+
 def count_slots(ids_TK: Tensor, num_experts: int) -> Tensor:
     """[E + 4] int64: slots of each expert; then dropped slots, bad slots, the first bad one (flat) and its id.
 

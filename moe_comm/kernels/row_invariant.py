@@ -31,26 +31,29 @@ def _up(n: int) -> int:
     return -(-n // TILE) * TILE
 
 
-def row_invariant_mm(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+def row_invariant_mm(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = None) -> Tensor:
     """[M, N] = a @ b; each row has the same bits for every M and wherever it stands. No autograd.
 
-    Only the ragged last rows are copied if K and N are multiples of ``TILE``; else everything is.
+    Only the ragged last rows are copied if K and N are multiples of ``TILE`` and ``a`` starts on a cache line; else
+    everything is. out: a dense [M, N] to write to.
     """
     m, k, n = a_MK.shape[0], a_MK.shape[1], b_KN.shape[1]
-    out_MN = a_MK.new_empty(m, _up(n))
-    if not out_MN.numel():
-        return out_MN[:, :n]
-    b_KN = _padded(b_KN, _up(k), _up(n))
-    if a_MK.shape[1] % TILE or a_MK.data_ptr() % 64:
-        a_MK = _padded(a_MK, _up(m), _up(k)).contiguous()
-        a_MK = a_MK.clone() if a_MK.data_ptr() % 64 else a_MK
-        out_MN = torch.mm(a_MK, b_KN)[:m]
-    else:
-        whole = m // TILE * TILE
-        if whole:
+    direct = out is not None and n % TILE == 0
+    out_MN = out if out is not None and direct else a_MK.new_empty(m, _up(n))
+    if out_MN.numel():
+        b_KN = _padded(b_KN, _up(k), _up(n))
+        if a_MK.shape[1] % TILE or a_MK.data_ptr() % 64:
+            a_MK = _padded(a_MK, _up(m), _up(k)).contiguous()
+            a_MK = a_MK.clone() if a_MK.data_ptr() % 64 else a_MK
+        whole = a_MK.shape[0] // TILE * TILE
+        if whole > m:
+            out_MN.copy_(torch.mm(a_MK, b_KN)[:m])
+        elif whole:
             torch.mm(a_MK[:whole], b_KN, out=out_MN[:whole])
         if whole < m:
             out_MN[whole:] = torch.mm(_padded(a_MK[whole:], TILE, k), b_KN)[: m - whole]
+    if out is not None:
+        return out if direct else out.copy_(out_MN[:, :n])
     # A dense result: functions of whole tensors treat strided ones differently.
     return out_MN if n == out_MN.shape[1] else out_MN[:, :n].contiguous()
 

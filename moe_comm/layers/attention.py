@@ -12,6 +12,8 @@ The input is gathered once for q, k and v. Positions and documents are those of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,12 +25,13 @@ from moe_comm.kernels.rms_norm import rms_norm
 from moe_comm.layers.collectives import copy_to, group_rank, group_size, sum_over
 from moe_comm.layers.config import AttentionConfig, Context
 from moe_comm.layers.context import ContextSpec, check_heads, context_attention
-from moe_comm.layers.linear import ColumnParallelLinear, RowParallelLinear, enter
+from moe_comm.layers.linear import ColumnParallelLinear, RowParallelLinear, enter, entering_linear
 from moe_comm.layers.mla import LatentProjections, latent_config
 from moe_comm.layers.norm import RMSNorm
 from moe_comm.layers.recompute import again, again_inside
 from moe_comm.layers.rope import Rope, RopeTable, softmax_scale
 from moe_comm.layers.sequence import Documents, local_positions
+from moe_comm.overlap.chunked import Overlap
 from moe_comm.topology import Sharding, Split
 
 
@@ -103,6 +106,8 @@ class Attention(LatentProjections):
             cp rank's. False: all tp ranks have all tokens of the cp rank; gradients of replicated parameters are then
             complete on each of them, and must not be summed over ``tp_group``.
         scale: of the scores; None: width of a head ** -0.5, and DeepSeek's YaRN factor with ``mla``.
+        overlap: with ``sequence_parallel``, how the projections hide gathering and summing tokens over ``tp_group``;
+            with ``mla`` the last one only. None: one after the other.
 
     Attributes:
         q, k, v, o: projections, ``q.weight`` [heads / tp * head_dim, D] and so on; with ``mla`` those of
@@ -125,6 +130,7 @@ class Attention(LatentProjections):
         context: Context = "ulysses",
         sequence_parallel: bool = True,
         scale: float | None = None,
+        overlap: Overlap | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -136,7 +142,7 @@ class Attention(LatentProjections):
                 raise ConfigError(f"{name} ({heads}) must be a multiple of tp ({tp}), which spreads them")
         check_heads(config.heads // tp, kv_heads // tp, cp, context)
         self.config, self.tp_group, self.cp_group, self.context = config, tp_group, cp_group, context
-        self.sequence_dim = 1 if sequence_parallel else None
+        self.sequence_dim, self.overlap = 1 if sequence_parallel else None, overlap
         if mla is None:
             self._add_heads(config, dtype, device)
             width, value_width, rotated = config.head_dim, config.head_dim, config.head_dim
@@ -150,6 +156,7 @@ class Attention(LatentProjections):
             tp_group,
             bias=config.out_bias,
             sequence_dim=self.sequence_dim,
+            overlap=overlap,
             dtype=dtype,
             device=device,
         )
@@ -224,9 +231,7 @@ class Attention(LatentProjections):
     def _heads(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Own heads of all tokens, [B, S, heads, d]."""
         config = self.config
-        x_BSD = enter(x_BSD, self.tp_group, self.sequence_dim)
-        # The weights alone: each layer by itself would gather, or sum the gradient, once more.
-        q, k, v = (F.linear(x_BSD, layer.weight, layer.bias) for layer in (self.q, self.k, self.v))
+        q, k, v = self._projected(x_BSD)
         if isinstance(self.q_norm, FullNorm) and isinstance(self.k_norm, FullNorm):
             squares = torch.stack([t.to(wide_dtype(t.dtype)).square().sum(-1) for t in (q, k)], -1)
             # Each rank goes on with its own heads, so what it says about the sum's gradient is summed too.
@@ -238,6 +243,18 @@ class Attention(LatentProjections):
         if isinstance(self.q_norm, HeadNorm) and isinstance(self.k_norm, HeadNorm):
             q, k = again_inside(self.q_norm, q), again_inside(self.k_norm, k)
         return q, k, v
+
+    def _projected(self, x_BSD: Tensor) -> Sequence[Tensor]:
+        # The weights alone: each layer by itself would gather, or sum the gradient, once more.
+        layers = (self.q, self.k, self.v)
+        if self.overlap is None or self.sequence_dim is None:
+            x_BSD = enter(x_BSD, self.tp_group, self.sequence_dim)
+            return [F.linear(x_BSD, layer.weight, layer.bias) for layer in layers]
+        weight = torch.cat(tuple(layer.weight for layer in layers))
+        biases = tuple(layer.bias for layer in layers if layer.bias is not None)
+        bias = torch.cat(biases) if biases else None
+        joined = entering_linear(x_BSD, weight, self.tp_group, self.sequence_dim, self.overlap, bias)
+        return torch.split(joined, [layer.weight.shape[0] for layer in layers], -1)
 
     def _table(self, x_BSD: Tensor, length: int, positions_BS: Tensor | RopeTable | None) -> RopeTable:
         if isinstance(positions_BS, RopeTable):

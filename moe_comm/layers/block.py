@@ -62,7 +62,13 @@ class TransformerBlock(nn.Module):
         norm = partial(RMSNorm, config.hidden, config.norm_eps, dtype=plan.dtype, device="meta")
         self.attention_norm = norm()
         self.attention = Attention(
-            config.attention, plan.tp_group, plan.cp_group, context=plan.context, dtype=plan.dtype, device="meta"
+            config.attention,
+            plan.tp_group,
+            plan.cp_group,
+            context=plan.context,
+            overlap=plan.overlap,
+            dtype=plan.dtype,
+            device="meta",
         )
         if not config.parallel_block:
             self.ffn_norm = norm()
@@ -84,7 +90,9 @@ class TransformerBlock(nn.Module):
                 label=f"layers.{layer}.moe",
             )
         else:
-            self.dense = DenseMLP(config.hidden, config.dense_ffn, plan.tp_group, dtype=plan.dtype, device="meta")
+            self.dense = DenseMLP(
+                config.hidden, config.dense_ffn, plan.tp_group, overlap=plan.overlap, dtype=plan.dtype, device="meta"
+            )
         if not plan.is_meta:
             materialize(self, plan.device)
             if self.is_moe:

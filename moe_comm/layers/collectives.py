@@ -41,7 +41,7 @@ from moe_comm.dispatch.channels import (
     group_size,
 )
 from moe_comm.dispatch.exchange import SharedChannel
-from moe_comm.dispatch.plain import wide_dtype
+from moe_comm.dispatch.plain import added_in_order
 from moe_comm.errors import InputError
 
 __all__ = [
@@ -218,15 +218,6 @@ def _cut(x: Tensor, dim: int, world: int) -> Tensor:
     return x.reshape(shape).movedim(dim, 0).contiguous()
 
 
-def _added(parts_W: Tensor) -> Tensor:
-    """Sum over the first dimension in order of rank, in wide precision, rounded once; exact for integers."""
-    wide = wide_dtype(parts_W.dtype) if parts_W.is_floating_point() else torch.int64
-    total = parts_W[0].to(wide, copy=True)
-    for part in parts_W[1:]:
-        total += part
-    return total.to(parts_W.dtype)
-
-
 def _gather(call: _Call, x: Tensor) -> Tensor:
     channel, doing = _begin(call, "all-gather", x)
     if not x.numel():
@@ -242,7 +233,7 @@ def _reduce_scatter(call: _Call, x: Tensor) -> Tensor:
     if channel.sums(x):
         return channel.reduce_scatter(parts_W, doing)
     ones = [1] * channel.world
-    return _added(channel.all_to_all(parts_W, ones, ones, doing))
+    return added_in_order(channel.all_to_all(parts_W, ones, ones, doing))
 
 
 def _all_reduce(call: _Call, x: Tensor) -> Tensor:
@@ -252,10 +243,10 @@ def _all_reduce(call: _Call, x: Tensor) -> Tensor:
     if channel.sums(x):
         return channel.all_reduce(x, doing)
     if channel.world == 2 or x.numel() * x.element_size() <= SMALL_BYTES:
-        return _added(channel.all_gather(x, doing))
+        return added_in_order(channel.all_gather(x, doing))
     flat = F.pad(x.reshape(-1), (0, -x.numel() % channel.world)).view(channel.world, -1)
     ones = [1] * channel.world
-    own = _added(channel.all_to_all(flat, ones, ones, doing))
+    own = added_in_order(channel.all_to_all(flat, ones, ones, doing))
     return channel.all_gather(own, doing).view(-1)[: x.numel()].view(x.shape)
 
 

@@ -7,7 +7,6 @@ x, own tokens ──gather──▶ all tokens ──w13 [2F/W, D]──▶ gate
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -15,8 +14,16 @@ from moe_comm.errors import InputError
 from moe_comm.kernels.activations import Activation, SwiGLU, activation_of
 from moe_comm.kernels.swiglu import swiglu
 from moe_comm.layers.collectives import group_size
-from moe_comm.layers.linear import ParallelModule, check_width, enter, leave, part_of, take_part
+from moe_comm.layers.linear import (
+    ParallelModule,
+    check_width,
+    entering_linear,
+    leaving_linear,
+    part_of,
+    take_part,
+)
 from moe_comm.layers.recompute import again
+from moe_comm.overlap.chunked import Overlap
 from moe_comm.topology import Sharding, Split
 
 
@@ -29,6 +36,7 @@ class DenseMLP(ParallelModule):
         activation: a name in ``ACTIVATIONS`` or an ``Activation``; w13 has 2F rows if it is gated, else F.
         sequence_dim: dimension in which tokens are cut over the ranks, going in and coming out; None: every rank has
             all tokens, and the gradients of what stands outside are complete on every rank (``linear.py``).
+        overlap: how to hide the gather and the sum behind the products; None: one after the other.
 
     Attributes:
         w13: [2F / W, D], this rank's gate rows first, then its up rows (one after the other for an activation that has
@@ -46,11 +54,13 @@ class DenseMLP(ParallelModule):
         activation: str | Activation = "swiglu",
         *,
         sequence_dim: int | None = 1,
+        overlap: Overlap | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.hidden, self.ffn, self.group, self.sequence_dim = hidden, ffn, group, sequence_dim
+        self.overlap = overlap
         self.activation = activation_of(activation)
         own = part_of(ffn, group, "the width (ffn) of a dense block")
         width_h = 2 * own if self.activation.gated else own
@@ -68,6 +78,7 @@ class DenseMLP(ParallelModule):
         activation: str | Activation = "swiglu",
         *,
         sequence_dim: int | None = 1,
+        overlap: Overlap | None = None,
     ) -> DenseMLP:
         """This rank's part of a gated block of three linears, which every rank holds alike: copies.
 
@@ -81,7 +92,7 @@ class DenseMLP(ParallelModule):
         if any(linear.bias is not None for linear in (gate, up, down)):
             raise InputError("DenseMLP has no biases; use ColumnParallelLinear and RowParallelLinear for these linears")
         width, hidden = shapes[0]
-        block = cls(hidden, width, group, activation, sequence_dim=sequence_dim, device="meta")
+        block = cls(hidden, width, group, activation, sequence_dim=sequence_dim, overlap=overlap, device="meta")
         if not block.activation.gated:
             raise InputError(f"a block of gate, up and down needs a gated activation; got {block.activation.name}")
         pairs = torch.stack((gate.weight.detach(), up.weight.detach()))
@@ -113,11 +124,11 @@ class DenseMLP(ParallelModule):
             InputError: x has another width. PeerDied, PeerTimeout: a rank is gone or does not come.
         """
         check_width(x_BSD, self.hidden, "a dense block")
-        x_BSD = enter(x_BSD, self.group, self.sequence_dim)
-        h_TG = F.linear(x_BSD, self.w13).flatten(0, -2)
+        h_BSG = entering_linear(x_BSD, self.w13, self.group, self.sequence_dim, self.overlap)
+        h_TG = h_BSG.flatten(0, -2)
         act_TF = again(swiglu, h_TG) if isinstance(self.activation, SwiGLU) else self.activation.fn(h_TG)
-        y_BSD = F.linear(act_TF, self.w2).view(x_BSD.shape)
-        return leave(y_BSD, self.group, self.sequence_dim)
+        act_BSF = act_TF.view(*h_BSG.shape[:-1], act_TF.shape[-1])
+        return leaving_linear(act_BSF, self.w2, self.group, self.sequence_dim, self.overlap)
 
     def extra_repr(self) -> str:
         return (

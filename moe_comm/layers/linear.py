@@ -29,8 +29,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_comm.errors import ConfigError, InputError
+from moe_comm.layers.autocast import cast_parameter, compute_dtype, without_autocast
 from moe_comm.layers.collectives import copy_to, gather_dim, group_rank, group_size, scatter_sum, sum_over
 from moe_comm.layers.recompute import again
+from moe_comm.overlap.chunked import Overlap
+from moe_comm.overlap.gather_matmul import gather_matmul
+from moe_comm.overlap.matmul_scatter import matmul_scatter
 from moe_comm.topology import Sharding, Split
 
 Cut = TypeVar("Cut", "ColumnParallelLinear", "RowParallelLinear")
@@ -93,6 +97,8 @@ class ColumnParallelLinear(ParallelModule):
         sequence_dim: dimension of x that is cut over the ranks and gathered here; None: x is alike on every rank.
         segments: the outputs are that many equal parts one after the other, each cut by itself (a fused gate and up).
         enters: False if x has been through ``enter`` already, as where several layers read it.
+        overlap: with ``sequence_dim``, how to hide the gather behind the product (``overlap.gather_matmul``); None:
+            one after the other.
 
     Attributes:
         weight [out / W, in], bias [out / W] or None.
@@ -111,12 +117,14 @@ class ColumnParallelLinear(ParallelModule):
         sequence_dim: int | None = None,
         segments: int = 1,
         enters: bool = True,
+        overlap: Overlap | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.group, self.sequence_dim, self.segments, self.enters = group, sequence_dim, segments, enters
+        self.overlap = overlap
         own = part_of(out_features, group, "out_features of a column-parallel linear", segments)
         self.weight = nn.Parameter(torch.empty(own, in_features, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(own, dtype=dtype, device=device)) if bias else None
@@ -131,13 +139,15 @@ class ColumnParallelLinear(ParallelModule):
         sequence_dim: int | None = None,
         segments: int = 1,
         enters: bool = True,
+        overlap: Overlap | None = None,
     ) -> ColumnParallelLinear:
         """This rank's part of ``linear``, which every rank holds alike: a copy, in the same dtype, on the same device.
 
         Raises:
             ConfigError: the outputs do not divide by the ranks.
         """
-        return _from_linear(cls, linear, group, sequence_dim=sequence_dim, segments=segments, enters=enters)
+        options = {"sequence_dim": sequence_dim, "segments": segments, "enters": enters, "overlap": overlap}
+        return _from_linear(cls, linear, group, **options)
 
     def reset_parameters(self) -> None:
         """As ``nn.Linear``; every rank draws for itself."""
@@ -158,9 +168,9 @@ class ColumnParallelLinear(ParallelModule):
             InputError: x has another width. PeerDied, PeerTimeout: a rank is gone or does not come.
         """
         check_width(x, self.in_features, "a column-parallel linear")
-        if self.enters:
-            x = enter(x, self.group, self.sequence_dim)
-        return F.linear(x, self.weight, self.bias)
+        if not self.enters:
+            return F.linear(x, self.weight, self.bias)
+        return entering_linear(x, self.weight, self.group, self.sequence_dim, self.overlap, self.bias)
 
     def extra_repr(self) -> str:
         return _describe(self, f"out/{group_size(self.group)}")
@@ -174,6 +184,8 @@ class RowParallelLinear(ParallelModule):
         group: the tensor-parallel group; None: one rank holds everything.
         bias: whether there is one; it is alike on every rank and added once, after the sum.
         sequence_dim: dimension of the result that is cut over the ranks; None: every rank gets all of it.
+        overlap: with ``sequence_dim``, how to hide the sum behind the product (``overlap.matmul_scatter``); None: one
+            after the other.
 
     Attributes:
         weight [out, in / W], bias [out] or None. The bias's gradient with ``sequence_dim`` is that of this rank's
@@ -191,12 +203,13 @@ class RowParallelLinear(ParallelModule):
         *,
         bias: bool = True,
         sequence_dim: int | None = None,
+        overlap: Overlap | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.group, self.sequence_dim = group, sequence_dim
+        self.group, self.sequence_dim, self.overlap = group, sequence_dim, overlap
         own = part_of(in_features, group, "in_features of a row-parallel linear")
         self.weight = nn.Parameter(torch.empty(out_features, own, dtype=dtype, device=device))
         # Zeros, not a draw: it must be alike on every rank.
@@ -205,14 +218,19 @@ class RowParallelLinear(ParallelModule):
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, group: ProcessGroup | None = None, *, sequence_dim: int | None = None
+        cls,
+        linear: nn.Linear,
+        group: ProcessGroup | None = None,
+        *,
+        sequence_dim: int | None = None,
+        overlap: Overlap | None = None,
     ) -> RowParallelLinear:
         """This rank's part of ``linear``, which every rank holds alike: a copy, in the same dtype, on the same device.
 
         Raises:
             ConfigError: the inputs do not divide by the ranks.
         """
-        return _from_linear(cls, linear, group, sequence_dim=sequence_dim)
+        return _from_linear(cls, linear, group, sequence_dim=sequence_dim, overlap=overlap)
 
     def reset_parameters(self) -> None:
         """The weight as ``nn.Linear``'s, every rank drawing for itself; the bias zero, so that it is alike on all."""
@@ -235,7 +253,7 @@ class RowParallelLinear(ParallelModule):
             PeerDied, PeerTimeout: a rank is gone or does not come.
         """
         check_width(x, self.weight.shape[1], "a row-parallel linear")
-        y = leave(F.linear(x, self.weight), self.group, self.sequence_dim)
+        y = leaving_linear(x, self.weight, self.group, self.sequence_dim, self.overlap)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:
@@ -252,6 +270,44 @@ def enter(x: Tensor, group: ProcessGroup | None, sequence_dim: int | None) -> Te
 def leave(y: Tensor, group: ProcessGroup | None, sequence_dim: int | None) -> Tensor:
     """The sum of the ranks' parts, at the end of a tensor-parallel block: of all tokens or of one's own."""
     return sum_over(y, group) if sequence_dim is None else scatter_sum(y, group, sequence_dim)
+
+
+def entering_linear(
+    x: Tensor,
+    weight: Tensor,
+    group: ProcessGroup | None,
+    sequence_dim: int | None,
+    overlap: Overlap | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """``F.linear`` of what ``enter`` gives, in one where they overlap."""
+    if overlap is None or sequence_dim is None or group_size(group) == 1:
+        return F.linear(enter(x, group, sequence_dim), weight, bias)
+    y = _by_rows(gather_matmul, x, weight, group, sequence_dim, overlap)
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+def leaving_linear(
+    x: Tensor, weight: Tensor, group: ProcessGroup | None, sequence_dim: int | None, overlap: Overlap | None = None
+) -> Tensor:
+    """``leave`` of ``F.linear``, in one where they overlap."""
+    if overlap is None or sequence_dim is None or group_size(group) == 1:
+        return leave(F.linear(x, weight), group, sequence_dim)
+    return _by_rows(matmul_scatter, x, weight, group, sequence_dim, overlap)
+
+
+def _by_rows(
+    operator: Callable[..., Tensor], x: Tensor, weight: Tensor, group: ProcessGroup | None, dim: int, overlap: Overlap
+) -> Tensor:
+    """A fused operator, which gathers or scatters rows, along ``dim`` of x."""
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(compute_dtype(x))
+    rows = x.movedim(dim, 0)
+    weight = cast_parameter(weight, x)
+    with without_autocast(x):
+        y = operator(rows.reshape(-1, x.shape[-1]), weight, group, overlap)
+    between = rows.shape[1:-1]
+    return y.view(y.shape[0] // max(between.numel(), 1), *between, weight.shape[0]).movedim(0, dim)
 
 
 def _from_linear(kind: Callable[..., Cut], linear: nn.Linear, group: ProcessGroup | None, **options: Any) -> Cut:

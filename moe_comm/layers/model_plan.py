@@ -14,6 +14,7 @@ from moe_comm.dispatch import DispatchOptions
 from moe_comm.errors import ConfigError
 from moe_comm.layers.config import Context, Recompute
 from moe_comm.layers.sequence import check_context, local_positions
+from moe_comm.overlap.chunked import Overlap
 from moe_comm.topology import FoldedMesh, ParallelConfig
 
 
@@ -28,6 +29,7 @@ class ModelPlan:
     layers: global ids of the layers held here, ascending; none is allowed. None: all.
     has_embedding, has_head: this is the first, the last pipeline stage.
     context: form of context parallelism. recompute: what backward computes again, see ``recompute.py``.
+    overlap: how linear layers hide their communication over tp_group; None: not at all.
     backend, options: of the dispatch of MoE layers, see ``make_dispatcher``.
     dtype: of parameters and activations; None: torch's default. device: "meta" gives shapes only, no memory.
     """
@@ -44,6 +46,7 @@ class ModelPlan:
     has_head: bool = True
     context: Context = "ulysses"
     recompute: Recompute = "none"
+    overlap: Overlap | None = None
     backend: str = "auto"
     options: DispatchOptions | None = None
     dtype: torch.dtype | None = None
@@ -66,6 +69,7 @@ class ModelPlan:
         has_head: bool = True,
         context: Context = "ulysses",
         recompute: Recompute = "none",
+        overlap: Overlap | None = None,
         backend: str = "auto",
         options: DispatchOptions | None = None,
         dtype: torch.dtype | None = None,
@@ -89,6 +93,7 @@ class ModelPlan:
             has_head=has_head,
             context=context,
             recompute=recompute,
+            overlap=overlap,
             backend=backend,
             options=options,
             dtype=dtype,

@@ -15,6 +15,7 @@ from moe_comm.layers.initialize import initialize
 from moe_comm.layers.model_plan import ModelPlan
 from moe_comm.layers.shard import shardings_of
 from moe_comm.layers.transformer import Transformer
+from moe_comm.overlap.chunked import Overlap
 from moe_comm.topology import FoldedMesh, Sharding
 from moe_comm.train.architecture import training_side, transformer_config
 from moe_comm.train.config import TrainConfig
@@ -81,6 +82,7 @@ def build_stages(
                 has_head=plan.is_last(stage),
                 context=config.parallel.context,
                 recompute=config.model.recompute,
+                overlap=Overlap(config.parallel.overlap_chunks) if config.parallel.overlap_chunks else None,
                 backend=config.parallel.backend,
                 options=_dispatch_options(config),
                 dtype=torch.float32,

@@ -211,6 +211,7 @@ class ParallelSection(Section):
     sharding: what data-parallel ranks keep of the same weights: all ("replicate"), all but optimizer state ("zero1"),
         a part ("fsdp").
     compress: gradients travel as bf16 and are summed in fp32.
+    overlap_chunks: with tp, parts in which tokens travel behind the linear layers' products; 0: before and after them.
     backend: dispatcher; see ``moe_comm.dispatch.BACKENDS``.
     """
 
@@ -227,6 +228,7 @@ class ParallelSection(Section):
     stage_layers: list[int] | None = None
     sharding: Literal["replicate", "zero1", "fsdp"] = "replicate"
     compress: bool = False
+    overlap_chunks: int = Field(default=0, ge=0)
     backend: Literal["auto", "local", "shared_memory", "all_to_all", "all_gather"] = "auto"
     timeout_s: float = Field(default=300.0, gt=0)
 

@@ -19,6 +19,7 @@ from moe_comm.layers.collectives import sum_values
 from moe_comm.layers.dense import DenseMLP
 from moe_comm.layers.linear import ColumnParallelLinear, RowParallelLinear, enter
 from moe_comm.layers.norm import RMSNorm
+from moe_comm.overlap.chunked import Overlap
 from moe_comm.topology import Sharding
 from tests.layers.reference import draw, silu_glu
 from tests.pool import RankPool
@@ -30,6 +31,7 @@ BATCH, SEQUENCE, HIDDEN, WIDTH = 2, 8, 12, 16
 class Case:
     kind: str
     sequence_dim: int | None
+    overlap: Overlap | None = None
     recompute: bool = False
 
 
@@ -85,9 +87,9 @@ def cut(case: Case, rank: int, world: int, group: Any) -> tuple[nn.Module, dict[
     dim = case.sequence_dim
     if case.kind in ("linears", "segments"):
         columns = ColumnParallelLinear.from_linear(
-            full.columns, group, sequence_dim=dim, segments=2 if case.kind == "segments" else 1
+            full.columns, group, sequence_dim=dim, segments=2 if case.kind == "segments" else 1, overlap=case.overlap
         )
-        rows = RowParallelLinear.from_linear(full.rows, group, sequence_dim=dim)
+        rows = RowParallelLinear.from_linear(full.rows, group, sequence_dim=dim, overlap=case.overlap)
         model: nn.Module = Block(full.norm, columns, rows, full.gated)
     elif case.kind == "from_linears":
         gate, up, down = (nn.Linear(*shape, bias=False).double() for shape in [(HIDDEN, WIDTH)] * 2 + [(WIDTH, HIDDEN)])
@@ -95,10 +97,10 @@ def cut(case: Case, rank: int, world: int, group: Any) -> tuple[nn.Module, dict[
             gate.weight.copy_(full.w13[:WIDTH])
             up.weight.copy_(full.w13[WIDTH:])
             down.weight.copy_(full.w2)
-        model = DenseMLP.from_linears(gate, up, down, group, sequence_dim=dim)
+        model = DenseMLP.from_linears(gate, up, down, group, sequence_dim=dim, overlap=case.overlap)
     else:
         activation = {"geglu": "geglu", "interleaved": PAIRS}.get(case.kind, "swiglu")
-        model = DenseMLP(HIDDEN, WIDTH, group, activation, sequence_dim=dim, dtype=torch.float64)
+        model = DenseMLP(HIDDEN, WIDTH, group, activation, sequence_dim=dim, overlap=case.overlap, dtype=torch.float64)
         for name, sharding in model.shardings().items():
             model.get_parameter(name).data = sharding.take(full.get_parameter(name).data, {"tp": rank}, {"tp": world})
     shardings = {name: Sharding(tuple(p.shape)) for name, p in model.named_parameters()}
@@ -135,15 +137,19 @@ def work(rank: int, world: int, case: Case) -> tuple[Tensor, Tensor, dict[str, T
     return y_BSD.detach(), x_BSD.grad, grads
 
 
-@pytest.mark.parametrize("sequence_dim", [None, 1], ids=["replicated", "sequence parallel"])
+FORMS = {"replicated": (None, None), "sequence parallel": (1, None), "overlapped": (1, Overlap(2))}
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_outputs_and_all_gradients_equal_the_whole_block(
-    kind: str, sequence_dim: int | None, pool2: RankPool, pool4: RankPool
+    kind: str, form: str, pool2: RankPool, pool4: RankPool
 ) -> None:
+    sequence_dim, overlap = FORMS[form]
     model, x_BSD = whole(kind), tokens().requires_grad_()
     y_BSD = model(x_BSD)
     loss_of(y_BSD, slice(None)).backward()
-    case = Case(kind, sequence_dim, recompute=kind == "dense")
+    case = Case(kind, sequence_dim, overlap, recompute=kind == "dense")
     for pool in (pool2, pool4):
         results = pool.run(work, case)
         for got_y, got_x, _ in results if sequence_dim is None else []:

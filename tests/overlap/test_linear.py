@@ -1,0 +1,167 @@
+"""gather_matmul and matmul_scatter: the bits of one step after the other, whatever the chunks and the transport."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_comm.dispatch.channels import CollectiveOptions, configure_collectives
+from moe_comm.errors import ConfigError, InputError, PeerDied, RankMismatch
+from moe_comm.overlap.chunked import Overlap
+from moe_comm.overlap.gather_matmul import gather_matmul
+from moe_comm.overlap.gather_matmul import reference as gather_reference
+from moe_comm.overlap.matmul_scatter import matmul_scatter
+from moe_comm.overlap.matmul_scatter import reference as scatter_reference
+from tests.layers.reference import draw
+from tests.pool import RankPool
+
+OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "gather_matmul": (gather_matmul, gather_reference),
+    "matmul_scatter": (matmul_scatter, scatter_reference),
+}
+SHAPES = [(64, 32, 48), (37, 24, 7), (5, 3, 2), (1, 16, 16), (0, 4, 3)]
+"""(rows of a rank, inner width, outputs)"""
+BOTH = (CollectiveOptions(), CollectiveOptions(shared_memory=False, checked=True))
+
+
+def _inputs(name: str, rank: int, world: int, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    rows, inner, outputs = shape
+    x = draw(rows * (world if name == "matmul_scatter" else 1), inner, seed=rank, dtype=dtype)
+    return x, draw(outputs, inner, seed=50 + rank, dtype=dtype)
+
+
+def _grad(name: str, rank: int, world: int, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
+    rows, _, outputs = shape
+    return draw(rows * (world if name == "gather_matmul" else 1), outputs, seed=100 + rank, dtype=dtype)
+
+
+def _whole(name: str, world: int, shape: tuple[int, int, int]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """By rank: output and both gradients in float64, as one process computes them."""
+    inputs = [_inputs(name, r, world, shape, torch.float64) for r in range(world)]
+    grads = [_grad(name, r, world, shape, torch.float64) for r in range(world)]
+    rows = shape[0]
+    if name == "gather_matmul":
+        x = torch.cat([x for x, _ in inputs])
+        grad_x = torch.stack([g @ w for g, (_, w) in zip(grads, inputs, strict=True)]).sum(0)
+        own = [slice(r * rows, (r + 1) * rows) for r in range(world)]
+        return [(x @ w.T, grad_x[own[r]], grads[r].T @ x) for r, (_, w) in enumerate(inputs)]
+    y = torch.stack([x @ w.T for x, w in inputs]).sum(0)
+    grad = torch.cat(grads)
+    return [(y[r * rows : (r + 1) * rows], grad @ w, grad.T @ x) for r, (x, w) in enumerate(inputs)]
+
+
+def _run(
+    rank: int, world: int, arg: tuple[str, tuple[int, int, int], torch.dtype]
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Output and gradients for every choice of transport, chunks and determinism; checks what must be equal bits."""
+    name, shape, dtype = arg
+    operator, reference = OPERATORS[name]
+    group = dist.group.WORLD
+    results = []
+    try:
+        for options in BOTH:
+            configure_collectives(options)
+            for overlap in (Overlap(1), Overlap(2), Overlap(3), Overlap(16), Overlap(2, deterministic=False)):
+                x, w = (t.requires_grad_() for t in _inputs(name, rank, world, shape, dtype))
+                y = operator(x, w, group, overlap)
+                y.backward(_grad(name, rank, world, shape, dtype))
+                assert x.grad is not None
+                assert w.grad is not None
+                assert torch.equal(y.detach(), reference(x.detach(), w.detach(), group))
+                results.append((y.detach(), x.grad, w.grad))
+                assert torch.equal(x.grad, results[0][1])
+                if overlap.deterministic:
+                    assert torch.equal(w.grad, results[0][2])
+    finally:
+        configure_collectives(CollectiveOptions())
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_output_and_gradients_have_the_bits_of_one_step_after_the_other(
+    world: int, name: str, shape: tuple[int, int, int], dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    pool: RankPool = request.getfixturevalue(f"pool{world}")
+    wholes = _whole(name, world, shape)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
+    for results, whole in zip(pool.run(_run, (name, shape, dtype)), wholes, strict=True):
+        for found in results:
+            for ours, exact in zip(found, whole, strict=True):
+                scale = float(exact.abs().max()) if exact.numel() else 0.0
+                torch.testing.assert_close(ours.double(), exact, rtol=0, atol=tolerance * max(scale, 1.0))
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_one_rank_needs_no_group(name: str) -> None:
+    operator, reference = OPERATORS[name]
+    x, w = (t.requires_grad_() for t in _inputs(name, 0, 1, (9, 4, 6), torch.float32))
+    y = operator(x, w, None)
+    assert torch.equal(y, reference(x, w, None))
+    y.backward(torch.ones_like(y))
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, torch.ones(9, 6) @ w.detach())
+
+
+def _partly(rank: int, world: int, name: str) -> None:
+    operator, _ = OPERATORS[name]
+    shape = (20, 8, 4)
+    whole = _inputs(name, rank, world, shape, torch.float32)
+    for wanted in (0, 1):
+        x, w = (t.clone().requires_grad_(i == wanted) for i, t in enumerate(whole))
+        operator(x, w, dist.group.WORLD).backward(_grad(name, rank, world, shape, torch.float32))
+        assert (x.grad is None) == (wanted == 1)
+        assert (w.grad is None) == (wanted == 0)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_gradient_that_nobody_wants_is_not_computed(name: str, pool2: RankPool) -> None:
+    pool2.run(_partly, name)
+
+
+def _bad(rank: int, world: int, arg: Any) -> None:
+    x, w = torch.ones(4, 3), torch.ones(5, 3)
+    for operator, _ in OPERATORS.values():
+        with pytest.raises(InputError, match=r"takes x \[rows, D\] and weight \[N, D\]; got \(4, 3\) and \(5, 2\)"):
+            operator(x, w[:, :2], dist.group.WORLD)
+        with pytest.raises(InputError, match="of one dtype on one device"):
+            operator(x, w.double(), dist.group.WORLD)
+    with pytest.raises(InputError, match="3 rows do not divide evenly over 2 ranks"):
+        matmul_scatter(x[:3], w, dist.group.WORLD)
+    with pytest.raises(RankMismatch):
+        gather_matmul(torch.ones(4 + rank, 3), w, dist.group.WORLD)
+    gather_matmul(x, w, dist.group.WORLD)
+
+
+def test_bad_input_is_a_typed_error_on_every_rank_and_the_next_call_works(pool2: RankPool) -> None:
+    pool2.run(_bad)
+
+
+@pytest.mark.parametrize("chunks", [0, -1, 1.5, True])
+def test_chunks_are_a_whole_number_of_at_least_one(chunks: Any) -> None:
+    with pytest.raises(ConfigError, match="chunks must be a whole number of at least 1"):
+        Overlap(chunks)
+
+
+def _dies(rank: int, world: int, options: CollectiveOptions) -> None:
+    configure_collectives(options)
+    x, w = torch.ones(64, 16), torch.ones(16, 16)
+    gather_matmul(x, w, dist.group.WORLD)
+    if rank == 1:
+        os._exit(3)
+    with pytest.raises(PeerDied, match=r"gather_matmul.*rank 1"):
+        gather_matmul(x, w, dist.group.WORLD)
+
+
+@pytest.mark.parametrize("options", BOTH, ids=["memory", "backend"])
+def test_a_rank_that_dies_is_named(options: CollectiveOptions) -> None:
+    with RankPool(2) as pool:
+        pool.run(_dies, options, expect_dead={1})
