@@ -62,13 +62,18 @@ def _number(value: float | None, digits: int = 3, unit: str = "") -> str:
 
 
 def _heading(found: dict[str, Any], tokens: bool = True) -> str:
-    s, m = found["settings"], found["machine"]
+    s = found["settings"]
     per_rank = f"{s['tokens']} tokens a rank, " if tokens else ""
     ffn = f", F {s['ffn']}" if "ffn" in s else ""
     return (
         f"{s['ranks']} ranks, {per_rank}D {s['hidden']}{ffn}, E {s['experts']}, K {s['top_k']}, "
-        f"{s['dtype']}; {m.get('gpu', m['cpu'])}, {m['cores']} cores, {m['isa']}"
+        f"{s['dtype']}; {_machine(found)}"
     )
+
+
+def _machine(found: dict[str, Any]) -> str:
+    m = found["machine"]
+    return f"{m.get('gpu', m['cpu'])}, {m['cores']} cores, {m['isa']}"
 
 
 def _skipped(found: dict[str, Any]) -> str | None:
@@ -129,6 +134,23 @@ def train_tables(found: dict[str, Any]) -> list[Table]:
         table.add_row(
             name, _number(one["tokens_per_s"]), _number(one["step_ms"]), f"{one['mfu']:.0%}", speedup, differs
         )
+    return [table]
+
+
+def overlap_tables(found: dict[str, Any]) -> list[Table]:
+    """Times of each operator alone and together, and what it hides."""
+    s = found["settings"]
+    links = ", ".join(f"{rate:.2f}" for rate in found["link_gbit_measured"])
+    heading = (
+        f"{s['hosts']} hosts x {s['ranks_per_host']} rank(s), links of {s['link_gbit']:g} Gbit/s (measured {links}), "
+        f"{s['rows']} rows a rank, {s['chunks']} chunks; {_machine(found)}"
+    )
+    columns = ("comm / compute", "compute ms", "comm ms", "serial ms", "overlapped ms", "speedup", "hidden")
+    table = _table(heading, "", *columns)
+    for row in found["results"]:
+        times = [f"{row[f'{name}_ms']:.1f}" for name in ("compute", "comm", "serial", "overlapped")]
+        speedup = f"{row['serial_ms'] / row['overlapped_ms']:.2f}x"
+        table.add_row(f"{row['op']}, {row['direction']}", f"{row['ratio']:g}", *times, speedup, f"{row['hidden']:.2f}")
     return [table]
 
 

@@ -27,7 +27,7 @@ from moe_comm.cli.options import (
     load,
 )
 
-bench = typer.Typer(no_args_is_help=True, help="Measure dispatch and combine, a whole MoE layer, or training steps.")
+bench = typer.Typer(no_args_is_help=True, help="Measure dispatch, a whole MoE layer, training steps, overlap.")
 
 
 @bench.command("dispatch")
@@ -108,3 +108,28 @@ def bench_train(
     values = chosen(peers, ranks=ranks, sharding=sharding, warmup=warmup, steps=steps, seed=seed)
     values |= settings.TRAIN_PRESETS[preset.value] | {key: value for key, value in given.items() if value is not None}
     load("moe_comm.bench.train", "bench").main(settings.TrainBench(**values), json_out)
+
+
+@bench.command("overlap")
+def bench_overlap(
+    hosts: Annotated[int, typer.Option(min=2, max=64, help="Network namespaces to make, each a host.")] = 2,
+    ranks_per_host: Annotated[int, typer.Option(min=1, help="Ranks on each.")] = 1,
+    link_gbit: Annotated[float, typer.Option(min=0.001, help="Rate of each host's link, Gbit/s.")] = 1.0,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of a rank.")] = 2048,
+    width: Annotated[int, typer.Option(min=1, help="Columns of what travels.")] = 512,
+    ratio: Annotated[
+        list[float] | None, typer.Option(min=0.01, help="Communication over compute; repeat for more. [0.5, 1, 2]")
+    ] = None,
+    chunks: Annotated[int, typer.Option(min=1, help="Parts in which a rank's rows travel.")] = 8,
+    deterministic: Annotated[bool, typer.Option(help="Weight gradients with the same bits for any chunks.")] = True,
+    warmup: Warmup = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds to take the median of.")] = 7,
+    seed: Seed = 0,
+    json_out: JsonOut = None,
+) -> None:
+    """What the fused operators hide between hosts with a shaped link. Needs root and iproute2."""
+    module = load("moe_comm.bench.overlap", "bench")
+    values = {"hosts": hosts, "ranks_per_host": ranks_per_host, "link_gbit": link_gbit, "rows": rows, "width": width}
+    values |= {"chunks": chunks, "deterministic": deterministic, "warmup": warmup, "rounds": rounds, "seed": seed}
+    ratios = {"ratios": tuple(ratio)} if ratio else {}
+    module.main(module.OverlapBench(**values, **ratios), json_out)
