@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -125,7 +127,12 @@ def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_train_starts_the_ranks_it_was_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(train_command, "launch", lambda *args, **options: calls.append((*args, options)))
+
+    def launch(*args: Any, **options: Any) -> list[int]:
+        calls.append((*args, options))
+        return [0]
+
+    monkeypatch.setattr(train_command, "launch", launch)
     assert cli.run(["train", CONFIG]) == 0
     more = ["--set", "run.seed=7", "--restarts", "4", "--resume", "auto"]
     assert cli.run(["train", CONFIG, "--ranks", "3", "run.steps=5", *more]) == 0
@@ -142,9 +149,14 @@ def test_ranks_that_are_started_again_go_on_with_their_run(
     import moe_comm.train
 
     calls = []
+
+    def run(*args: Any) -> SimpleNamespace:
+        calls.append(args)
+        return SimpleNamespace(signal=0)
+
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
-    monkeypatch.setattr(moe_comm.train, "run", lambda *args: calls.append(args))
-    train_command._train_rank("tiny", ["run.steps=5"], 60.0)
+    monkeypatch.setattr(moe_comm.train, "run", run)
+    assert train_command._train_rank("tiny", ["run.steps=5"], 60.0) == 0
     assert calls == [("tiny", ["run.steps=5", *resume])]
 
 

@@ -60,7 +60,7 @@ def test_backend_errors_become_ours_only_where_they_are_about_peers(text: str, k
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         channel = Channel(dist.group.WORLD, 0, 1, 1.0)
-        found = channel._explain(text, 1.0, "dispatch (call 1)")
+        found = channel.peer_error(text, 1.0, "dispatch (call 1)")
     finally:
         dist.destroy_process_group()
     assert found is None if kind is None else type(found) is kind
