@@ -3,7 +3,8 @@
     python benchmarks/fill_readme.py benchmarks/results/cpu-amd-epyc-avx2
 
 The folder holds dispatch-2-ranks.json, dispatch-4-ranks.json, small.json, layer-comm.json, layer-compute.json,
-train-comm.json and train-compute.json, as ``moe-comm bench`` writes them, and parity.json, as ``moe-comm parity`` does.
+train-comm.json, train-compute.json, overlap.json and overlap-free.json (--no-deterministic), as ``moe-comm bench``
+writes them, and parity.json, as ``moe-comm parity`` does.
 """
 
 from __future__ import annotations
@@ -139,7 +140,32 @@ def parity_block(folder: Path) -> str:
             f"{by[o][key]:.0e}" for o in optimizers for key in ("loss_rel_diff", "grad_norm_rel_diff", "param_rel_diff")
         ]
         lines.append(f"| {mapping.replace('|', '/')} | {ranks} | {mode} | " + " | ".join(cells) + " |")
-    lines += ["", f"{found['steps']} steps, fp32; largest relative differences. `{folder}/parity.json`."]
+    copies = max(one["replica_diff"] for one in found["mappings"])
+    told = "Copies of a parameter are equal in bits" if copies == 0 else f"Copies of a parameter differ by {copies:.0e}"
+    lines += ["", f"{found['steps']} steps, fp32; largest relative differences. {told}. `{folder}/parity.json`."]
+    return "\n".join(lines)
+
+
+def overlap_block(folder: Path) -> str:
+    """What the fused operators hide, in both modes."""
+    found, free = load(folder, "overlap"), load(folder, "overlap-free")
+    lines = [
+        "| operator | communication / compute | compute, ms | communication, ms | one after the other, ms "
+        "| overlapped, ms | hidden | hidden, not deterministic |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for one, other in zip(found["results"], free["results"], strict=True):
+        times = " | ".join(f"{one[f'{name}_ms']:.0f}" for name in ("compute", "comm", "serial", "overlapped"))
+        name = f"`{one['op']}`, {one['direction']}"
+        lines.append(f"| {name} | {one['ratio']:g} | {times} | {one['hidden']:.2f} | {other['hidden']:.2f} |")
+    s = found["settings"]
+    lines += [
+        "",
+        f"{s['hosts']} hosts x {s['ranks_per_host']} rank, links of {s['link_gbit']:g} Gbit/s, {s['rows']} rows a "
+        f"rank, {s['width']} columns travel, fp32, {s['chunks']} chunks. hidden = (one after the other - overlapped) / "
+        "the smaller of compute and communication; above 1 where the steps one after the other also cost each other "
+        f"something. {where(found, folder)}.",
+    ]
     return "\n".join(lines)
 
 
@@ -149,6 +175,7 @@ BLOCKS = {
     "layer": ("README.md", layer_block),
     "train": ("README.md", train_block),
     "parity": ("docs/parallel.md", parity_block),
+    "overlap": ("docs/overlap.md", overlap_block),
 }
 
 
