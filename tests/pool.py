@@ -13,7 +13,8 @@ What a run does when something goes wrong:
     a rank dies         the same, unless the test said expect_dead={rank}
     the deadline        every rank prints its stacks (SIGUSR1, faulthandler), all are killed, RankFailure
 
-A pool some rank of which did not come back starts afresh on its next run.
+A pool some rank of which did not come back starts afresh on its next run; so does one whose ranks have made many
+process groups: each has threads of gloo's that wake up a hundred times a second until the process ends.
 
 The processes come from multiprocessing's fork server, which has imported torch and nothing else: clean
 processes as with "spawn", in 50 ms each and not in the two core-seconds that importing torch takes.
@@ -41,6 +42,7 @@ from typing import Any
 
 GROUP_TIMEOUT_S = 120.0
 START_TIMEOUT_S = 120.0
+MOST_THREADS = 150
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 Work = Callable[[int, int, Any], Any]
@@ -146,6 +148,8 @@ class RankPool:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _ensure_up(self) -> None:
+        if self._processes and _threads(self._processes[0].pid) > MOST_THREADS:
+            self._kill()
         if self._processes:
             return
         self._generation += 1
@@ -196,6 +200,14 @@ class RankPool:
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
+
+
+def _threads(pid: int) -> int:
+    """How many threads a process has; 0 if it has ended."""
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except FileNotFoundError:
+        return 0
 
 
 @contextmanager

@@ -74,7 +74,7 @@ class _Contest:
     def __init__(self, operator: str, direction: str, bench: OverlapBench, other: int, rank: int) -> None:
         world, group = bench.world, dist.group.WORLD
         assert group is not None
-        overlap = Overlap(bench.chunks, bench.deterministic)
+        overlap = Overlap(bench.chunks, deterministic=bench.deterministic)
         generator = torch.Generator().manual_seed(bench.seed * 64 + rank)
 
         def draw(rows: int, columns: int) -> Tensor:

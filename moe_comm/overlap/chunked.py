@@ -25,10 +25,10 @@ from torch.distributed import ProcessGroup
 from moe_comm.dispatch.channels import channel_of
 from moe_comm.dispatch.exchange import SharedChannel
 from moe_comm.dispatch.plain import added_in_order
-from moe_comm.errors import ConfigError, InputError
+from moe_comm.errors import InputError
 from moe_comm.kernels.row_invariant import TILE, row_invariant_mm
 from moe_comm.overlap.ring import Ring
-from moe_comm.overlap.tiles import chunk_rows
+from moe_comm.overlap.tiles import at_least_one, chunk_rows
 
 Seen = Callable[["Arrival"], None] | None
 
@@ -37,7 +37,8 @@ Seen = Callable[["Arrival"], None] | None
 class Overlap:
     """How an operator overlaps its collective.
 
-    chunks: parts in which a rank's rows travel. 1: all at once. Fewer where there are not enough rows.
+    chunks: parts in which a rank's rows travel. 1: all at once.
+    chunk_bytes: no smaller parts than this, and so fewer: each costs a round trip, which must be short beside it.
     deterministic: weight gradients are one product over all rows, the same bits for every number of chunks, and wait
         for the last of them. False: they are added up as rows arrive, which hides more.
 
@@ -46,11 +47,16 @@ class Overlap:
     """
 
     chunks: int = 4
+    chunk_bytes: int = 128 << 10
     deterministic: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.chunks, bool) or not isinstance(self.chunks, int) or self.chunks < 1:
-            raise ConfigError(f"chunks must be a whole number of at least 1; got {self.chunks!r}")
+        at_least_one("chunks", self.chunks)
+        at_least_one("chunk_bytes", self.chunk_bytes)
+
+    def chunks_of(self, num_bytes: int) -> int:
+        """In how many parts ``num_bytes`` travel."""
+        return min(self.chunks, max(1, num_bytes // self.chunk_bytes))
 
 
 @dataclass(frozen=True)
@@ -66,11 +72,11 @@ class Lines:
     doing: str
 
     @classmethod
-    def of(cls, group: ProcessGroup, rows: int, overlap: Overlap, doing: str) -> Lines:
-        """For ``rows`` rows a rank. The first call for a group is collective."""
+    def of(cls, group: ProcessGroup, rows: int, row_bytes: int, overlap: Overlap, doing: str) -> Lines:
+        """For ``rows`` rows a rank, which travel at ``row_bytes`` each. The first call for a group is collective."""
         channel = channel_of(group)
         channel.compare(doing)
-        ends = chunk_rows([rows], overlap.chunks, TILE)[0].cumsum().tolist()
+        ends = chunk_rows([rows], overlap.chunks_of(rows * row_bytes), TILE)[0].cumsum().tolist()
         spans = tuple((first, end) for first, end in zip([0, *ends[:-1]], ends, strict=True) if end > first)
         return cls(channel, Ring(channel.rank, channel.world), spans, doing)
 

@@ -66,7 +66,8 @@ class _MatmulScatter(torch.autograd.Function):
             return row_invariant_mm(x_TK, w_NK.t())
         assert group is not None
         x_WSK = x_TK.unflatten(0, (group_size(group), -1))
-        lines = Lines.of(group, x_WSK.shape[1], overlap, f"matmul_scatter of {tuple(x_TK.shape)}")
+        row_bytes = w_NK.shape[0] * w_NK.element_size()
+        lines = Lines.of(group, x_WSK.shape[1], row_bytes, overlap, f"matmul_scatter of {tuple(x_TK.shape)}")
         return scattered_mm(lines, x_WSK, w_NK.t())()
 
     @staticmethod
@@ -79,7 +80,7 @@ class _MatmulScatter(torch.autograd.Function):
             return grad_x, grad_SN.t() @ x_TK if needs_w else None, None, None
         grad_SN = grad_SN.contiguous()
         rows, doing = grad_SN.shape[0], f"matmul_scatter backward of {tuple(x_TK.shape)}"
-        lines = Lines.of(ctx.group, rows, ctx.overlap, doing)
+        lines = Lines.of(ctx.group, rows, grad_SN.shape[1] * grad_SN.element_size(), ctx.overlap, doing)
         x_WSK = x_TK.unflatten(0, (lines.ring.world, -1))
         weight = None
         if needs_w:

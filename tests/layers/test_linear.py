@@ -137,7 +137,7 @@ def work(rank: int, world: int, case: Case) -> tuple[Tensor, Tensor, dict[str, T
     return y_BSD.detach(), x_BSD.grad, grads
 
 
-FORMS = {"replicated": (None, None), "sequence parallel": (1, None), "overlapped": (1, Overlap(2))}
+FORMS = {"replicated": (None, None), "sequence parallel": (1, None), "overlapped": (1, Overlap(2, 1))}
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -67,7 +67,7 @@ def _run(
     try:
         for options in BOTH:
             configure_collectives(options)
-            for overlap in (Overlap(1), Overlap(2), Overlap(3), Overlap(16), Overlap(2, deterministic=False)):
+            for overlap in (*(Overlap(chunks, 1) for chunks in (1, 2, 3, 16)), Overlap(2, 1, deterministic=False)):
                 x, w = (t.requires_grad_() for t in _inputs(name, rank, world, shape, dtype))
                 y = operator(x, w, group, overlap)
                 y.backward(_grad(name, rank, world, shape, dtype))
@@ -143,6 +143,11 @@ def _bad(rank: int, world: int, arg: Any) -> None:
 
 def test_bad_input_is_a_typed_error_on_every_rank_and_the_next_call_works(pool2: RankPool) -> None:
     pool2.run(_bad)
+
+
+def test_small_rows_travel_in_fewer_chunks() -> None:
+    overlap = Overlap(chunks=8, chunk_bytes=1000)
+    assert [overlap.chunks_of(n) for n in (0, 999, 1999, 2000, 7999, 8000, 10**9)] == [1, 1, 1, 2, 7, 8, 8]
 
 
 @pytest.mark.parametrize("chunks", [0, -1, 1.5, True])
