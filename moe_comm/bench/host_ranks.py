@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
 
-from moe_comm import errors
 from moe_comm.bench.hosts import INTERFACE, Hosts, host_address
 from moe_comm.errors import ConfigError, MoeCommError, PeerError
 from moe_comm.runtime import cpu_guard
@@ -38,6 +37,7 @@ from moe_comm.runtime.launch import (
     STORE_VARIABLE,
     RankFailed,
     available_cores,
+    class_of,
 )
 
 GRACE_S = 5.0
@@ -220,7 +220,7 @@ def _results(hosts: Hosts, ranks: Sequence[_Rank], per_host: int, late: dict[int
     answers = {index: pickle.loads(raw) for index, raw in found.items() if raw}
     faults = {index: answer[1] for index, answer in answers.items() if not answer[0]}
     by_time = sorted(faults, key=lambda index: faults[index].time_ns)
-    causes = [index for index in by_time if not issubclass(_class_of(faults[index].kind), PeerError)]
+    causes = [index for index in by_time if not issubclass(class_of(faults[index].kind), PeerError)]
     silent = [index for index in range(len(ranks)) if index not in answers and index not in late]
 
     def who(index: int) -> str:
@@ -249,16 +249,10 @@ class _Fault:
     time_ns: int
 
     def error(self, who: str) -> MoeCommError:
-        kind = _class_of(self.kind)
+        kind = class_of(self.kind)
         if issubclass(kind, MoeCommError):
             return kind(f"{who}: {self.message}")
         return RankFailed(f"{who} failed with {self.kind}: {self.message}", self.details)
-
-
-def _class_of(kind: str) -> type[Exception]:
-    """The class of ours with that name; plain ``Exception`` for anything else."""
-    found = getattr(errors, kind, Exception)
-    return found if isinstance(found, type) and issubclass(found, Exception) else Exception
 
 
 # --- in a rank ---
@@ -323,13 +317,11 @@ def _process_group(job: _Job) -> Iterator[None]:
         listener = {"is_master": True, "master_listen_fd": bound.detach()}
     store = dist.TCPStore(address, port, job.world, timeout=wait, wait_for_workers=False, **listener)
     dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world, timeout=wait)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(RuntimeError):
-            store.set(f"done/{job.rank}", "")
-            if job.rank == 0:
-                store.wait([f"done/{rank}" for rank in range(job.world)], wait)
+    yield  # a rank that fails waits for nobody: its error must be known before the others' deadlines
+    with contextlib.suppress(RuntimeError):
+        store.set(f"done/{job.rank}", "")
+        if job.rank == 0:
+            store.wait([f"done/{rank}" for rank in range(job.world)], wait)
 
 
 # --- what a link carries ---

@@ -166,32 +166,34 @@ def compare(
         settings: dotted keys for all runs alike, after the common ones.
     """
     with tempfile.TemporaryDirectory(prefix="moe_comm-parity-") as folder:
-        common = [*COMMON, f"run.steps={steps}", f"data.cache={folder}", *settings]
+        common = [*COMMON, f"run.steps={steps}", f"data.cache={folder}"]
         references: dict[tuple[str, tuple[str, ...], str], Ended] = {}
         for optimizer in optimizers:
             for mode, model in dict.fromkeys((case.mode, case.model) for case in cases):
                 alone = Case("one process", 1, ("parallel.ep=1",), mode, model)
-                references[mode, model, optimizer] = _launch([(alone, optimizer)], common, 1)[0][0]
+                references[mode, model, optimizer] = _launch([(alone, optimizer)], common, settings, 1)[0][0]
         for ranks in sorted({case.ranks for case in cases}):
             jobs = [(case, optimizer) for case in cases if case.ranks == ranks for optimizer in optimizers]
             for first in range(0, len(jobs), JOBS_PER_PROCESS):
                 some = jobs[first : first + JOBS_PER_PROCESS]
-                for (case, optimizer), trained in zip(some, _launch(some, common, ranks), strict=True):
+                for (case, optimizer), trained in zip(some, _launch(some, common, settings, ranks), strict=True):
                     yield _row(case, optimizer, trained, references[case.mode, case.model, optimizer])
 
 
-def _launch(jobs: Sequence[tuple[Case, str]], common: Sequence[str], ranks: int) -> list[list[Ended]]:
+def _launch(
+    jobs: Sequence[tuple[Case, str]], common: Sequence[str], settings: Sequence[str], ranks: int
+) -> list[list[Ended]]:
     """For each job what each rank came to."""
-    by_rank = launch(_rank, (list(jobs), list(common)), ranks)
+    by_rank = launch(_rank, (list(jobs), list(common), list(settings)), ranks)
     return [[trained[job] for trained in by_rank] for job in range(len(jobs))]
 
 
-def _rank(jobs: list[tuple[Case, str]], common: list[str]) -> list[Ended]:
+def _rank(jobs: list[tuple[Case, str]], common: list[str], settings: list[str]) -> list[Ended]:
     with init_ranks("cpu"):
         found = []
         for case, optimizer in jobs:
-            overrides = [*common, *case.overrides, f"optimizer.kind={optimizer}", *SETTINGS[optimizer]]
-            found.append(train(configuration.load(None, overrides)))
+            usual = [*common, f"optimizer.kind={optimizer}", *SETTINGS[optimizer]]
+            found.append(train(configuration.load(None, [*usual, *settings, *case.overrides])))
         return found
 
 

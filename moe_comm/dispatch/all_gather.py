@@ -95,8 +95,8 @@ class AllGatherDispatcher(AllToAllDispatcher):
 
     def _rows_everywhere(self, rows_TD: Tensor, tokens_W: tuple[int, ...], payload: Payload, doing: str) -> Tensor:
         """``_everywhere`` of rows in their payload; groups of rows are those of a rank's tokens, experts apart."""
-        if payload.scales == "group" and max(tokens_W):
-            return self._groups_everywhere(rows_TD, tokens_W, payload, doing)
+        if payload.scales == "group":
+            return self._groups_everywhere(rows_TD, tokens_W, payload, doing) if max(tokens_W) else rows_TD
         moved_PX = self._everywhere(pack(rows_TD, payload), tokens_W, doing)
         return unpack(moved_PX, payload, rows_TD.shape[1], rows_TD.dtype)
 

@@ -18,9 +18,16 @@ from torch import Tensor
 
 from moe_comm.dispatch.channel import Channel
 from moe_comm.dispatch.header import COLLECTIVE, Header, failure, fault_word, other_collective
+from moe_comm.dispatch.plain import added_in_order
 from moe_comm.errors import HeapError
 from moe_comm.runtime.meter import COMMUNICATION
 from moe_comm.runtime.shared import DTYPE_CODES, SharedGroup, block, native, warm
+
+Run = Callable[[tuple[Any, ...], int], None]
+"""Takes what all calls of the native core begin with, and the address of the result."""
+
+WHOLE_BYTES = 32_768
+"""Up to this size every rank adds up a whole all-reduce by itself: the second wait would cost more than the adding."""
 
 
 class SharedChannel(Channel):
@@ -42,14 +49,12 @@ class SharedChannel(Channel):
         self._exchange = self._core.Exchange(shared.communicator, torch.get_num_threads())
         self._shared = shared
 
-    @property
-    def shares(self) -> bool:
-        """Whether CPU tensors travel through shared memory, in calls that ranks compare."""
-        return self._shared is not None and self.sharing
+    def compare(self, doing: str, x: Tensor) -> None:
+        """Before a collective of ``x``, if ``checked``: raise ``RankMismatch`` on every rank unless all do this.
 
-    def compare(self, doing: str) -> None:
-        """Before a collective, if ``checked``: raise ``RankMismatch`` on every rank unless all are about to do this."""
-        if not self.checked or self.shares:
+        Not where it goes through shared memory, which compares by itself.
+        """
+        if not self.checked or self._takes(x):
             return
         self._calls += 1
         words = torch.tensor([self._calls, zlib.crc32(doing.encode())])
@@ -60,17 +65,15 @@ class SharedChannel(Channel):
 
     def sums(self, x: Tensor) -> bool:
         """As ``Channel.sums``; shared memory adds in fp32, in order of rank, and rounds once."""
-        return (self._takes(x) and x.dtype in DTYPE_CODES) or super().sums(x)
+        return self._adds(x) or super().sums(x)
 
     def start_all_gather(self, tensor: Tensor, doing: str) -> Callable[[], Tensor]:
         """As ``Channel.start_all_gather``. Through shared memory it is done at once: copying is work of this core."""
 
-        def gather(offer: tuple[Any, ...]) -> Tensor:
-            out = _empty((self.world, *tensor.shape), tensor.dtype)
-            self._exchange.copy(*offer, 0, tensor.nbytes, out.data_ptr())
-            return out
+        def gather(offer: tuple[Any, ...], out: int) -> None:
+            self._exchange.copy(*offer, 0, tensor.nbytes, out)
 
-        done = self._share(tensor, gather, doing)
+        done = self._share(tensor, (self.world, *tensor.shape), gather, doing) if self._takes(tensor) else None
         return super().start_all_gather(tensor, doing) if done is None else lambda: done
 
     def start_all_to_all(
@@ -78,63 +81,69 @@ class SharedChannel(Channel):
     ) -> Callable[[], Tensor]:
         """As ``Channel.start_all_to_all``; done at once too."""
 
-        def swap(offer: tuple[Any, ...]) -> Tensor:
-            out = _empty(rows.shape, rows.dtype)
+        def swap(offer: tuple[Any, ...], out: int) -> None:
             part = rows.nbytes // self.world
-            self._exchange.copy(*offer, self.rank * part, part, out.data_ptr())
-            return out
+            self._exchange.copy(*offer, self.rank * part, part, out)
 
         equal = len({*send, *receive}) == 1
-        done = self._share(rows, swap, doing) if equal else None
+        done = self._share(rows, rows.shape, swap, doing) if equal and self._takes(rows) else None
         return super().start_all_to_all(rows, send, receive, doing) if done is None else lambda: done
 
     def reduce_scatter(self, parts_WTD: Tensor, doing: str) -> Tensor:
-        def add(offer: tuple[Any, ...]) -> Tensor:
-            out = _empty(parts_WTD.shape[1:], parts_WTD.dtype)
-            count = out.numel()
-            self._exchange.sum(*offer, self.rank * count, count, DTYPE_CODES[out.dtype], out.data_ptr())
-            return out
+        if not self._adds(parts_WTD):
+            return super().reduce_scatter(parts_WTD, doing)
+        shape = parts_WTD.shape[1:]
 
-        done = self._share(parts_WTD, add, doing) if parts_WTD.dtype in DTYPE_CODES else None
-        return super().reduce_scatter(parts_WTD, doing) if done is None else done
+        def add(offer: tuple[Any, ...], out: int) -> None:
+            count = shape.numel()
+            self._exchange.sum(*offer, self.rank * count, count, DTYPE_CODES[parts_WTD.dtype], out)
+
+        done = self._share(parts_WTD, shape, add, doing)
+        if done is not None:
+            return done
+        ones = [1] * self.world  # with the bits that shared memory would have given
+        return added_in_order(Channel.start_all_to_all(self, parts_WTD, ones, ones, doing)())
 
     def all_reduce(self, tensor: Tensor, doing: str) -> Tensor:
-        def add(offer: tuple[Any, ...]) -> Tensor:
-            out = _empty(tensor.shape, tensor.dtype)
-            self._exchange.sum(*offer, 0, out.numel(), DTYPE_CODES[out.dtype], out.data_ptr())
-            return out
+        if not self._adds(tensor):
+            return super().all_reduce(tensor, doing)
 
-        done = None
-        if tensor.dtype in DTYPE_CODES:
-            done = self._share(tensor, add if tensor.nbytes <= WHOLE_BYTES else None, doing)
-        return super().all_reduce(tensor, doing) if done is None else done
+        def add(offer: tuple[Any, ...], out: int) -> None:
+            self._exchange.sum(*offer, 0, tensor.numel(), DTYPE_CODES[tensor.dtype], out)
+
+        done = self._share(tensor, tensor.shape, add if tensor.nbytes <= WHOLE_BYTES else None, doing)
+        return added_in_order(Channel.start_all_gather(self, tensor, doing)()) if done is None else done
 
     def _takes(self, x: Tensor) -> bool:
-        return self.shares and x.device.type == "cpu" and self.failed is None
+        return self._shared is not None and self.sharing and x.device.type == "cpu" and self.failed is None
 
-    def _share(self, x: Tensor, run: Callable[[tuple[Any, ...]], Tensor] | None, doing: str) -> Tensor | None:
-        """What ``run`` makes of the offer of ``x``, or, without it, ``x`` summed where it is offered.
+    def _adds(self, x: Tensor) -> bool:
+        return x.dtype in DTYPE_CODES and self._takes(x)
 
-        None: ``x`` has to go over the backend; if a rank has no room for it, all ranks learn so and go there.
+    def _share(self, x: Tensor, shape: Sequence[int], run: Run | None, doing: str) -> Tensor | None:
+        """[*shape] that ``run`` makes of the ranks' ``x``, or, without it, their sum, added up where it is offered.
+
+        None: if a rank has no room for it, all ranks learn so, and go over the backend.
         """
-        if self._shared is None or not self._takes(x):
-            return None
+        assert self._shared is not None
         self._calls += 1
         fault: HeapError | None = None
-        offer = x
+        offer = out = x
         try:
-            offer = _offer(x, self._shared)
+            offer, out = _offer(x, self._shared), _empty(shape, x.dtype)
         except HeapError as error:
             fault = error
-        header = Header(COLLECTIVE, self._calls, 0, x.dtype, 0, 0, False, doing, fault)
+        header = Header(COLLECTIVE, self._calls, x.nbytes, x.dtype, 0, 0, False, doing, fault)
         said = (header.compared(), doing, fault_word(fault), str(fault or ""), offer.data_ptr(), offer.nbytes)
         try:
             with COMMUNICATION:
                 self._shared.communicator.set_timeout(self.timeout_s)
                 if run is not None:
-                    return run(said)
+                    run(said, out.data_ptr())
+                    return out
                 self._exchange.all_sum(*said, DTYPE_CODES[x.dtype])
-                return offer
+            # Not the offer itself: who keeps it would fill the shared memory that dispatch needs.
+            return out.copy_(offer)
         except self._core.HandshakeFailed as error:
             found = failure(error.headers, self.rank, header)
             if not isinstance(found, HeapError):
@@ -148,12 +157,8 @@ class SharedChannel(Channel):
             return None
 
 
-WHOLE_BYTES = 32_768
-"""Up to this size every rank adds up a whole all-reduce by itself: the second wait would cost more than the adding."""
-
-
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return warm(1, math.prod(shape), dtype).view(*shape)
+    return warm(1, math.prod(shape), dtype).view(tuple(shape))
 
 
 def _offer(x: Tensor, shared: SharedGroup) -> Tensor:

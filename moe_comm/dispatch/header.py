@@ -149,7 +149,8 @@ def _others(headers: Sequence[Words], rank: int) -> str:
     others = []
     for peer, words in enumerate(headers):
         if (words[:NUM_COMPARED] != headers[rank][:NUM_COMPARED]).any():
-            what = _text(words) if _show(0, words) == COLLECTIVE else f"{_show(0, words)} of layer {_text(words)!r}"
+            collective = f"{_text(words)} ({words[2]} bytes)"
+            what = collective if _show(0, words) == COLLECTIVE else f"{_show(0, words)} of layer {_text(words)!r}"
             others.append(f"rank {peer} in call {words[1]}, {what}")
     return ", ".join(others)
 

@@ -37,6 +37,11 @@ def row_invariant_mm(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = None) -> T
     Only the ragged last rows are copied if K and N are multiples of ``TILE`` and ``a`` starts on a cache line; else
     everything is. out: a dense [M, N] to write to.
     """
+    with torch.autocast(a_MK.device.type, enabled=False):  # which would leave a product into ``out`` alone
+        return _row_invariant_mm(a_MK, b_KN, out)
+
+
+def _row_invariant_mm(a_MK: Tensor, b_KN: Tensor, out: Tensor | None) -> Tensor:
     m, k, n = a_MK.shape[0], a_MK.shape[1], b_KN.shape[1]
     direct = out is not None and n % TILE == 0
     out_MN = out if out is not None and direct else a_MK.new_empty(m, _up(n))
@@ -62,8 +67,7 @@ class _RowInvariantLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, w_ED: Tensor, bias_E: Tensor | None) -> Tensor:
         ctx.save_for_backward(x_TD, w_ED)
-        with torch.autocast(x_TD.device.type, enabled=False):
-            y_TE = row_invariant_mm(x_TD, w_ED.t())
+        y_TE = row_invariant_mm(x_TD, w_ED.t())
         return y_TE if bias_E is None else y_TE.add_(bias_E)
 
     @staticmethod

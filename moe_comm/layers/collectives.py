@@ -47,6 +47,7 @@ from moe_comm.errors import InputError
 __all__ = [
     "CollectiveOptions",
     "channel_of",
+    "check_cut",
     "configure_collectives",
     "copy_to",
     "gather_dim",
@@ -92,7 +93,7 @@ def scatter_sum(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
     if group_size(group) == 1:
         return x
     call = _call(group, x, dim)
-    _check_cut(x, call.dim, group)
+    check_cut(x, call.dim, group)
     return _apply(x, partial(_reduce_scatter, call), partial(_gather, call))
 
 
@@ -124,7 +125,7 @@ def swap_dims(x: Tensor, group: ProcessGroup | None, split_dim: int, join_dim: i
     join = _dim(x, join_dim)
     if join == call.dim:
         raise InputError(f"swap_dims needs two dimensions; got {split_dim} and {join_dim} of {tuple(x.shape)}")
-    _check_cut(x, call.dim, group)
+    check_cut(x, call.dim, group)
     return _apply(x, partial(_swap, call, call.dim, join), partial(_swap, call, join, call.dim))
 
 
@@ -181,7 +182,8 @@ def _call(group: ProcessGroup | None, x: Tensor, dim: int) -> _Call:
     return _Call(group, _dim(x, dim))
 
 
-def _check_cut(x: Tensor, dim: int, group: ProcessGroup | None) -> None:
+def check_cut(x: Tensor, dim: int, group: ProcessGroup | None) -> None:
+    """Raise InputError unless ``dim`` of x divides evenly over the ranks of ``group``."""
     if x.shape[dim] % group_size(group):
         raise InputError(
             f"dimension {dim} of a tensor of shape {tuple(x.shape)} is {x.shape[dim]} long, which does not divide "
@@ -193,7 +195,7 @@ def _begin(call: _Call, name: str, x: Tensor) -> tuple[SharedChannel, str]:
     """The channel, and what to say about this call, compared with the peers' where that is wanted."""
     channel = channel_of(call.group)
     doing = f"{name} of {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} along {call.dim}"
-    channel.compare(doing)
+    channel.compare(doing, x)
     return channel, doing
 
 

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_comm.errors import ConfigError, InputError
-from moe_comm.layers.autocast import cast_parameter, compute_dtype, without_autocast
-from moe_comm.layers.collectives import copy_to, gather_dim, group_rank, group_size, scatter_sum, sum_over
+from moe_comm.layers.autocast import cast_parameter, compute_dtype
+from moe_comm.layers.collectives import check_cut, copy_to, gather_dim, group_rank, group_size, scatter_sum, sum_over
 from moe_comm.layers.recompute import again
 from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.gather_matmul import gather_matmul
@@ -283,7 +283,8 @@ def entering_linear(
     """``F.linear`` of what ``enter`` gives, in one where they overlap."""
     if overlap is None or sequence_dim is None or group_size(group) == 1:
         return F.linear(enter(x, group, sequence_dim), weight, bias)
-    y = _by_rows(gather_matmul, x, weight, group, sequence_dim, overlap)
+    length = x.shape[sequence_dim] * group_size(group)
+    y = _by_rows(gather_matmul, x, weight, group, sequence_dim, overlap, length)
     return y if bias is None else y + bias.to(y.dtype)
 
 
@@ -293,21 +294,29 @@ def leaving_linear(
     """``leave`` of ``F.linear``, in one where they overlap."""
     if overlap is None or sequence_dim is None or group_size(group) == 1:
         return leave(F.linear(x, weight), group, sequence_dim)
-    return _by_rows(matmul_scatter, x, weight, group, sequence_dim, overlap)
+    check_cut(x, sequence_dim % x.dim(), group)
+    length = x.shape[sequence_dim] // group_size(group)
+    return _by_rows(matmul_scatter, x, weight, group, sequence_dim, overlap, length)
 
 
 def _by_rows(
-    operator: Callable[..., Tensor], x: Tensor, weight: Tensor, group: ProcessGroup | None, dim: int, overlap: Overlap
+    operator: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    group: ProcessGroup | None,
+    dim: int,
+    overlap: Overlap,
+    length: int,
 ) -> Tensor:
-    """A fused operator, which gathers or scatters rows, along ``dim`` of x."""
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(compute_dtype(x))
-    rows = x.movedim(dim, 0)
-    weight = cast_parameter(weight, x)
-    with without_autocast(x):
-        y = operator(rows.reshape(-1, x.shape[-1]), weight, group, overlap)
-    between = rows.shape[1:-1]
-    return y.view(y.shape[0] // max(between.numel(), 1), *between, weight.shape[0]).movedim(0, dim)
+    """A fused operator, which gathers or scatters rows, along ``dim`` of x, which is ``length`` long in the result."""
+    dtype = compute_dtype(x)
+
+    def rows_of(x: Tensor) -> Tensor:
+        return x.to(dtype).movedim(dim, 0).reshape(-1, x.shape[-1])
+
+    between = x.movedim(dim, 0).shape[1:-1]
+    y = operator(again(rows_of, x), cast_parameter(weight, x), group, overlap)
+    return y.view(length, *between, weight.shape[0]).movedim(0, dim)
 
 
 def _from_linear(kind: Callable[..., Cut], linear: nn.Linear, group: ProcessGroup | None, **options: Any) -> Cut:

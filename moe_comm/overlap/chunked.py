@@ -72,11 +72,14 @@ class Lines:
     doing: str
 
     @classmethod
-    def of(cls, group: ProcessGroup, rows: int, row_bytes: int, overlap: Overlap, doing: str) -> Lines:
-        """For ``rows`` rows a rank, which travel at ``row_bytes`` each. The first call for a group is collective."""
+    def of(cls, group: ProcessGroup, rows: int, like: Tensor, columns: int, overlap: Overlap, doing: str) -> Lines:
+        """For ``rows`` rows a rank, which travel as ``columns`` elements like those of ``like``. The first call for a
+        group is collective."""
         channel = channel_of(group)
-        channel.compare(doing)
-        ends = chunk_rows([rows], overlap.chunks_of(rows * row_bytes), TILE)[0].cumsum().tolist()
+        chunks = overlap.chunks_of(rows * columns * like.element_size())
+        doing = f"{doing}, {rows} x {columns} by {chunks}"
+        channel.compare(doing, like)
+        ends = chunk_rows([rows], chunks, TILE)[0].cumsum().tolist()
         spans = tuple((first, end) for first, end in zip([0, *ends[:-1]], ends, strict=True) if end > first)
         return cls(channel, Ring(channel.rank, channel.world), spans, doing)
 
@@ -156,16 +159,28 @@ class WeightGradient:
         if self._deterministic:
             arrival.of(self._kept).copy_(arrival.rows)
         else:
-            self._kept.addmm_(*self._factors(arrival.of(self._known), arrival.rows))
+            with without_autocast(self._known):
+                self._kept.addmm_(*self._factors(arrival.of(self._known), arrival.rows))
 
     def result(self) -> Tensor:
         """[N, D], after all rows."""
         if not self._deterministic:
             return self._kept
-        return torch.mm(*self._factors(self._known.flatten(0, 1), self._kept.flatten(0, 1)))
+        return exact_mm(*self._factors(self._known.flatten(0, 1), self._kept.flatten(0, 1)))
 
     def _factors(self, known_TA: Tensor, arrived_TB: Tensor) -> tuple[Tensor, Tensor]:
         return (known_TA.t(), arrived_TB) if self._known_is_grad else (arrived_TB.t(), known_TA)
+
+
+def without_autocast(x: Tensor) -> torch.autocast:
+    """The operators compute in the dtype they are given: chunks in another one would differ from the rest."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def exact_mm(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+    """a @ b in their own dtype."""
+    with without_autocast(a_MK):
+        return torch.mm(a_MK, b_KN)
 
 
 def check_linear(x: Tensor, weight: Tensor, operator: str) -> None:

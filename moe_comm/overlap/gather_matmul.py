@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from moe_comm.dispatch.channels import channel_of, group_size
 from moe_comm.kernels.row_invariant import row_invariant_mm
 from moe_comm.kernels.wanted import wanted_gradients
-from moe_comm.overlap.chunked import Lines, Overlap, WeightGradient, check_linear, gathered_mm, scattered_mm
+from moe_comm.overlap.chunked import Lines, Overlap, WeightGradient, check_linear, exact_mm, gathered_mm, scattered_mm
 
 
 def gather_matmul(
@@ -52,11 +52,6 @@ def reference(x_SD: Tensor, weight_ND: Tensor, group: ProcessGroup | None) -> Te
     return row_invariant_mm(whole_WSD.flatten(0, 1), weight_ND.t())
 
 
-def _sizes(x_SD: Tensor) -> tuple[int, int]:
-    """Rows, and bytes of each."""
-    return x_SD.shape[0], x_SD.shape[1] * x_SD.element_size()
-
-
 class _GatherMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_SD: Tensor, w_ND: Tensor, group: ProcessGroup | None, overlap: Overlap) -> Tensor:
@@ -66,7 +61,7 @@ class _GatherMatmul(torch.autograd.Function):
             return row_invariant_mm(x_SD, w_ND.t())
         assert group is not None
         doing = f"gather_matmul of {tuple(x_SD.shape)}"
-        lines = Lines.of(group, *_sizes(x_SD), overlap, doing)
+        lines = Lines.of(group, x_SD.shape[0], x_SD, x_SD.shape[1], overlap, doing)
         return gathered_mm(lines, lines.start_gather(x_SD), x_SD.shape[0], w_ND.t()).flatten(0, 1)
 
     @staticmethod
@@ -76,9 +71,9 @@ class _GatherMatmul(torch.autograd.Function):
         needs_x, needs_w = wanted_gradients(ctx)[:2]
         if group_size(ctx.group) == 1:
             grad_x = row_invariant_mm(grad_TN, w_ND) if needs_x else None
-            return grad_x, grad_TN.t() @ x_SD if needs_w else None, None, None
+            return grad_x, exact_mm(grad_TN.t(), x_SD) if needs_w else None, None, None
         doing = f"gather_matmul backward of {tuple(x_SD.shape)}"
-        lines = Lines.of(ctx.group, *_sizes(x_SD), ctx.overlap, doing)
+        lines = Lines.of(ctx.group, x_SD.shape[0], x_SD, x_SD.shape[1], ctx.overlap, doing)
         grad_WSN = grad_TN.contiguous().unflatten(0, (lines.ring.world, -1))
         arrivals = lines.start_gather(x_SD) if needs_w else None
         finish = scattered_mm(lines, grad_WSN, w_ND) if needs_x else None

@@ -21,7 +21,7 @@ from moe_comm.dispatch.plain import added_in_order
 from moe_comm.errors import InputError
 from moe_comm.kernels.row_invariant import row_invariant_mm
 from moe_comm.kernels.wanted import wanted_gradients
-from moe_comm.overlap.chunked import Lines, Overlap, WeightGradient, check_linear, gathered_mm, scattered_mm
+from moe_comm.overlap.chunked import Lines, Overlap, WeightGradient, check_linear, exact_mm, gathered_mm, scattered_mm
 
 
 def matmul_scatter(
@@ -66,8 +66,8 @@ class _MatmulScatter(torch.autograd.Function):
             return row_invariant_mm(x_TK, w_NK.t())
         assert group is not None
         x_WSK = x_TK.unflatten(0, (group_size(group), -1))
-        row_bytes = w_NK.shape[0] * w_NK.element_size()
-        lines = Lines.of(group, x_WSK.shape[1], row_bytes, overlap, f"matmul_scatter of {tuple(x_TK.shape)}")
+        doing = f"matmul_scatter of {tuple(x_TK.shape)}"
+        lines = Lines.of(group, x_WSK.shape[1], x_TK, w_NK.shape[0], overlap, doing)
         return scattered_mm(lines, x_WSK, w_NK.t())()
 
     @staticmethod
@@ -77,10 +77,10 @@ class _MatmulScatter(torch.autograd.Function):
         needs_x, needs_w = wanted_gradients(ctx)[:2]
         if group_size(ctx.group) == 1:
             grad_x = row_invariant_mm(grad_SN, w_NK) if needs_x else None
-            return grad_x, grad_SN.t() @ x_TK if needs_w else None, None, None
+            return grad_x, exact_mm(grad_SN.t(), x_TK) if needs_w else None, None, None
         grad_SN = grad_SN.contiguous()
         rows, doing = grad_SN.shape[0], f"matmul_scatter backward of {tuple(x_TK.shape)}"
-        lines = Lines.of(ctx.group, rows, grad_SN.shape[1] * grad_SN.element_size(), ctx.overlap, doing)
+        lines = Lines.of(ctx.group, rows, grad_SN, grad_SN.shape[1], ctx.overlap, doing)
         x_WSK = x_TK.unflatten(0, (lines.ring.world, -1))
         weight = None
         if needs_w:

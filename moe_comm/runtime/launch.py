@@ -236,7 +236,7 @@ def _cause(failures: dict[int, Any], errors_folder: Path) -> MoeCommError:
     """The error to raise for a failed run: the earliest cause rather than what it did to the other ranks."""
     records = {int(path.name): json.loads(path.read_text()) for path in _recorded(errors_folder)}
     by_time = sorted(records, key=lambda rank: records[rank]["time"])
-    causes = [rank for rank in by_time if not issubclass(_class_of(records[rank]["kind"]), PeerError)]
+    causes = [rank for rank in by_time if not issubclass(class_of(records[rank]["kind"]), PeerError)]
     # The agent ends the remaining ranks with SIGTERM; any other end without a record is a cause too.
     silent = [rank for rank in sorted(failures.keys() - records.keys()) if failures[rank].exitcode != -signal.SIGTERM]
     for rank in (*causes, *silent, *by_time, *sorted(failures)):
@@ -245,7 +245,7 @@ def _cause(failures: dict[int, Any], errors_folder: Path) -> MoeCommError:
 
 
 def _from_record(rank: int, record: dict[str, Any]) -> MoeCommError:
-    kind = _class_of(record["kind"])
+    kind = class_of(record["kind"])
     message = record["message"] or record["kind"]
     if issubclass(kind, MoeCommError):
         return kind(f"rank {rank}: {message}")
@@ -260,7 +260,7 @@ def _from_exit(rank: int, failure: Any) -> RankFailed:
     return RankFailed(f"{who} was killed by {signal.Signals(-failure.exitcode).name}{hint}")
 
 
-def _class_of(kind: str) -> type[Exception]:
+def class_of(kind: str) -> type[Exception]:
     """The class of ours with that name; plain ``Exception`` for anything else."""
     found = getattr(errors, kind, Exception)
     return found if isinstance(found, type) and issubclass(found, Exception) else Exception

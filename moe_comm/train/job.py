@@ -54,6 +54,11 @@ def run_config(config_path: str | Path | None, overrides: Sequence[str] = ()) ->
     return _train(config, machinery, corpus, ranks, folder, progress)
 
 
+def _asked_to_stop(signals: Sequence[int], ranks: Ranks) -> bool:
+    """Whether any rank has been sent a signal. Collective."""
+    return bool(ranks.sum(torch.tensor([float(bool(signals))])))
+
+
 def device_of_run() -> str:
     """ "cuda" where the process group has NCCL, else "cpu"."""
     if dist.is_initialized() and torch.cuda.is_available() and "nccl" in dist.get_backend_config():
@@ -126,10 +131,11 @@ def _train(
         try:
             with _stop_on_signals(trainer) as signals:
                 status = trainer.fit()
-                # Who asked to stop is not made to wait: what stands behind may kill ranks that take long to end.
-                interrupted = status == "interrupted"
-                validation_loss = None if interrupted else trainer.evaluate()
                 saved = _save_end(trainer, saver)
+                # Who asks to stop is not made to wait: what stands behind may kill ranks that take long to end.
+                interrupted = status == "interrupted" or _asked_to_stop(signals, ranks)
+                validation_loss = None if interrupted else trainer.evaluate()
+                interrupted = interrupted or _asked_to_stop(signals, ranks)
                 if not interrupted:
                     _export(saved, folder, ranks, progress)
         except BaseException as error:

@@ -141,8 +141,9 @@ class Ranks:
                     folder.mkdir(parents=True, exist_ok=True)
                     mark.touch()
             self.barrier()
-            if first < 0 and mark.exists():
-                first = at
+            with contextlib.suppress(OSError):
+                if first < 0 and mark.exists():
+                    first = at
             self.barrier()
             if self.rank == at:
                 with contextlib.suppress(OSError):
@@ -160,8 +161,8 @@ class Ranks:
             raise RankMismatch(f"ranks disagree on {what} ({shown}); {advice}")
 
     def barrier(self) -> None:
-        if self.world_group is not None:
-            dist.barrier()
+        """Wait for all ranks; one that is gone is an error of ours, as in ``sum``."""
+        self.sum(torch.zeros(1))
 
 
 def all_sum(values: Tensor, group: ProcessGroup | None) -> Tensor:

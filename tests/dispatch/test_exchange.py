@@ -22,7 +22,7 @@ from moe_comm.runtime.shared import SharedGroup, SharedOptions, block
 from tests.pool import RankPool
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
-SHAPES = [(1,), (7,), (3, 5), (129, 67), (64, 300)]
+SHAPES = [(), (1,), (7,), (3, 5), (129, 67), (64, 300)]
 
 
 def _channels(rank: int, world: int) -> tuple[SharedChannel, Channel]:
@@ -56,8 +56,8 @@ def _compare(rank: int, world: int, dtype: torch.dtype) -> None:
         parts = _draw(rank, (world, *shape), dtype)
         swapped = shared.all_to_all(parts, ones, ones, "a swap")
         assert torch.equal(swapped, backend.all_to_all(parts, ones, ones, "a swap"))
+        assert shared.sums(x) == (dtype in (torch.float32, torch.bfloat16, torch.float16))
         if shared.sums(x):
-            assert dtype in (torch.float32, torch.bfloat16, torch.float16)
             everyone = [_draw(r, shape, dtype) for r in range(world)]
             assert torch.equal(shared.all_reduce(x, "a sum"), _added(everyone))
             everyone = [_draw(r, (world, *shape), dtype)[rank] for r in range(world)]
@@ -119,18 +119,34 @@ def _full(rank: int, world: int, arg: Any) -> None:
     group = dist.new_group(backend="gloo")
     assert group is not None
     made = SharedGroup(group, SharedOptions(initial_bytes=0, reserve_bytes=64 << 20))
-    taken = block(made.heap, 1, 13 << 20, torch.float32) if rank else None  # all but 12 MB of rank 1's heap
+    taken = block(made.heap, 1, 13 << 20, torch.float32) if rank == 1 else None  # all but 12 MB of its heap
     shared = SharedChannel(group, rank, world, 60.0)
     shared.share(made)
-    x = _draw(rank, (4 << 20,), torch.float32)
+    x = _draw(rank, (world, 2 << 20), torch.bfloat16)  # sums of which gloo would round after every addition
+    everyone = [_draw(r, tuple(x.shape), torch.bfloat16) for r in range(world)]
     with pytest.warns(RuntimeWarning, match=r"goes over the group's backend.*shm-size"):
         total = shared.all_reduce(x, "a sum that does not fit")
-    assert torch.equal(total, _added([_draw(r, tuple(x.shape), torch.float32) for r in range(world)]))
+    assert torch.equal(total, _added(everyone))
+    with pytest.warns(RuntimeWarning, match=r"goes over the group's backend"):
+        assert torch.equal(shared.reduce_scatter(x, "its part"), _added(everyone)[rank])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert torch.equal(shared.all_reduce(x[:99], "one that fits"), total[:99])
+        assert torch.equal(shared.all_reduce(x[:, :99], "one that fits"), total[:, :99])
     del taken
 
 
-def test_where_one_rank_has_no_room_all_go_over_the_backend(pool2: RankPool) -> None:
-    pool2.run(_full)
+def test_where_one_rank_has_no_room_all_go_over_the_backend_and_add_alike(pool4: RankPool) -> None:
+    pool4.run(_full)
+
+
+def _other_sizes(rank: int, world: int, arg: Any) -> None:
+    shared, _ = _channels(rank, world)
+    sizes = (100, 200) if rank else (200, 100)
+    for size in sizes:
+        with pytest.raises(RankMismatch, match=rf"rank {1 - rank} in call \d+, values \({4 * (300 - size)} bytes\)"):
+            shared.all_gather(torch.ones(size), "values")
+    shared.all_gather(torch.ones(7), "values")
+
+
+def test_ranks_with_other_sizes_get_an_error_before_anything_is_read(pool2: RankPool) -> None:
+    pool2.run(_other_sizes)

@@ -181,6 +181,20 @@ def shared_entry(rank: int, world: int, arg: Any) -> None:
     torch.testing.assert_close(mine_BSD.grad, x_BSD.grad[:, here])
 
 
+def odd_batches(rank: int, world: int, arg: Any) -> None:
+    group, overlap = dist.group.WORLD, Overlap(2, 1)
+    columns = ColumnParallelLinear(4, 6, group, sequence_dim=1, overlap=overlap)
+    rows = RowParallelLinear(4, 6, group, sequence_dim=1, overlap=overlap)
+    assert columns(torch.ones(0, 3, 4)).shape == (0, 6, 3)
+    assert rows(torch.ones(0, 6, 2)).shape == (0, 3, 6)
+    with pytest.raises(InputError, match="is 3 long, which does not divide evenly over the 2 ranks"):
+        rows(torch.ones(2, 3, 2))
+
+
+def test_overlapped_layers_take_empty_batches_and_refuse_odd_sequences(pool2: RankPool) -> None:
+    pool2.run(odd_batches)
+
+
 def test_layers_may_share_one_gather(pool2: RankPool) -> None:
     pool2.run(shared_entry)
 

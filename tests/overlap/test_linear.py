@@ -122,6 +122,23 @@ def _partly(rank: int, world: int, name: str) -> None:
         assert (w.grad is None) == (wanted == 0)
 
 
+def _autocast(rank: int, world: int, name: str) -> None:
+    operator, reference = OPERATORS[name]
+    x, w = (t.requires_grad_() for t in _inputs(name, rank, world, (40, 16, 16), torch.float32))
+    grad = _grad(name, rank, world, (40, 16, 16), torch.float32)
+    plain = torch.autograd.grad(operator(x, w, dist.group.WORLD, Overlap(2, 1)), (x, w), grad)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = operator(x, w, dist.group.WORLD, Overlap(2, 1))
+        inside = torch.autograd.grad(y, (x, w), grad)
+    assert torch.equal(y, reference(x.detach(), w.detach(), dist.group.WORLD))
+    assert all(torch.equal(a, b) for a, b in zip(plain, inside, strict=True))
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_autocast_does_not_change_some_of_the_rows(name: str, pool2: RankPool) -> None:
+    pool2.run(_autocast, name)
+
+
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_gradient_that_nobody_wants_is_not_computed(name: str, pool2: RankPool) -> None:
     pool2.run(_partly, name)
@@ -138,6 +155,9 @@ def _bad(rank: int, world: int, arg: Any) -> None:
         matmul_scatter(x[:3], w, dist.group.WORLD)
     with pytest.raises(RankMismatch):
         gather_matmul(torch.ones(4 + rank, 3), w, dist.group.WORLD)
+    many = torch.ones(64, 3)
+    with pytest.raises(RankMismatch):
+        gather_matmul(many, w, dist.group.WORLD, Overlap(2 + rank, 1))
     gather_matmul(x, w, dist.group.WORLD)
 
 

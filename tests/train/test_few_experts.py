@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from moe_comm.topology import ExpertPlacement, FoldedMesh, ParallelConfig, Sharding, Split
 from moe_comm.train.optim import OptimizerOptions
-from moe_comm.train.parallel import DataParallelOptions
+from moe_comm.train.parallel import DataParallelOptions, Held
+from moe_comm.train.parallel.fsdp import fits
 from tests.pool import RankPool
 from tests.train.common import SGD, assert_same_training, write_text
 from tests.train.common import train as train_run
@@ -36,12 +39,6 @@ CASES = {
 }
 UNEVEN = "layers.0.experts.uneven"
 """Of which neither dimension divides by 4; in two experts the shares of a dimension but the first lie apart."""
-
-
-@pytest.fixture(scope="module")
-def pool4():
-    with RankPool(4) as pool:
-        yield pool
 
 
 def shardings_of(experts: int, ep: int) -> dict[str, Sharding]:
@@ -112,3 +109,10 @@ def test_real_fsdp_runs_train_as_one_process_does(pool4: RankPool, tmp_path: Pat
     common = [*write_text(tmp_path), *SGD, "model.top_k=1", "model.experts=1"]
     found = pool4.run(train_run, [*common, *REAL[case], "parallel.sharding=fsdp"], timeout=120)
     assert_same_training(found, train_run(0, 1, common))
+
+
+def test_fsdp_takes_the_unit_of_a_rank_without_experts_but_not_an_empty_part_of_the_vocabulary() -> None:
+    nothing = nn.Parameter(torch.empty(0, 8))
+    experts = Sharding((2, 8), (Split(0, "ep"),), expert=True)
+    assert fits(Held("layers.0.experts.w", nothing, experts, torch.float32))
+    assert not fits(Held("embed.weight", nothing, Sharding((9, 8), (Split(0, "tp"),)), torch.float32))

@@ -29,7 +29,7 @@ from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.layers.collectives import channel_of
 from moe_comm.topology import FoldedMesh, deal
 from moe_comm.train.parallel.compress import Wire
-from moe_comm.train.parallel.metered import meter
+from moe_comm.train.parallel.metered import Allocates, meter
 from moe_comm.train.parallel.owned import Held, Owned, master_dtype, named
 from moe_comm.train.parallel.replicate import compute_in
 
@@ -168,14 +168,11 @@ class Sharded:
             )
 
 
-class _Compressed:
+class _Compressed(Allocates):
     """FSDP's reduce-scatter with gradients travelling as bf16; has the methods that torch's ReduceScatter asks for."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
@@ -185,8 +182,12 @@ class _Compressed:
 
 
 def fits(held: Held) -> bool:
-    """Whether FSDP can spread the parameter: it has a dimension, and elements on some rank."""
-    return held.param.dim() > 0 and math.prod(held.sharding.shape) > 0
+    """Whether FSDP can spread the parameter: it has a dimension, and elements here; experts: elements on some rank, for
+    their unit must be there on all. A rank without rows of the vocabulary keeps its empty part, through which its
+    backward pass reaches the others.
+    """
+    elements = math.prod(held.sharding.shape) if held.sharding.expert else held.param.numel()
+    return held.param.dim() > 0 and elements > 0
 
 
 def _local(grad: Tensor) -> Tensor:

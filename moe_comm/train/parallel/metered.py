@@ -24,18 +24,20 @@ def meter(module: FSDPModule) -> None:
     module.set_custom_reduce_scatter(_ReduceScatter())  # type: ignore[arg-type]
 
 
-class _Allocates:
+class Allocates:
+    """What torch asks of a collective of FSDP's beside the call."""
+
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class _Gather(_Allocates):
+class _Gather(Allocates):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False) -> Any:
         with COMMUNICATION:
             return _gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-class _ReduceScatter(_Allocates):
+class _ReduceScatter(Allocates):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
