@@ -158,12 +158,12 @@ def overlap_block(folder: Path) -> str:
         times = " | ".join(f"{one[f'{name}_ms']:.0f}" for name in ("compute", "comm", "serial", "overlapped"))
         name = f"`{one['op']}`, {one['direction']}"
         lines.append(f"| {name} | {one['ratio']:g} | {times} | {one['hidden']:.2f} | {other['hidden']:.2f} |")
-    s = found["settings"]
+    s, rows = found["settings"], found["results"][0]["rows"]
     lines += [
         "",
-        f"{s['hosts']} hosts x {s['ranks_per_host']} rank, links of {s['link_gbit']:g} Gbit/s, {s['rows']} rows a "
-        f"rank, {s['width']} columns travel, fp32, {s['chunks']} chunks. hidden = (one after the other - overlapped) / "
-        "the smaller of compute and communication; above 1 where the steps one after the other also cost each other "
+        f"{s['hosts']} hosts x {s['ranks_per_host']} rank, links of {s['link_gbit']:g} Gbit/s, {rows} rows a rank, "
+        f"{s['width']} columns travel, fp32, {s['chunks']} chunks. hidden = (one after the other - overlapped) / the "
+        "smaller of compute and communication; above 1 where the steps one after the other also cost each other "
         f"something. {where(found, folder)}.",
     ]
     return "\n".join(lines)

@@ -15,6 +15,7 @@ the machine's measured GEMM rate and the link's, so the times that were measured
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -45,13 +46,13 @@ DIRECTIONS = ("forward", "backward")
 
 @dataclass(frozen=True)
 class OverlapBench:
-    """Two-sided linear layers: ``rows`` rows a rank, ``width`` of what travels, float32. link_gbit: Gbit/s of each
-    host's link. ratios: communication over compute."""
+    """Two-sided linear layers: each of ``rows`` rows a rank, ``width`` of what travels, float32. link_gbit: Gbit/s of
+    each host's link. ratios: communication over compute."""
 
     hosts: int = 2
     ranks_per_host: int = 1
     link_gbit: float = 1.0
-    rows: int = 2048
+    rows: tuple[int, ...] = (2048,)
     width: int = 512
     ratios: tuple[float, ...] = (0.5, 1.0, 2.0)
     chunks: int = 8
@@ -71,25 +72,25 @@ Work = Callable[[], Tensor | tuple[Tensor, ...]]
 class _Contest:
     """One operator in one direction: its parts, alone and together."""
 
-    def __init__(self, operator: str, direction: str, bench: OverlapBench, other: int, rank: int) -> None:
+    def __init__(self, operator: str, direction: str, bench: OverlapBench, own_rows: int, other: int) -> None:
         world, group = bench.world, dist.group.WORLD
         assert group is not None
         overlap = Overlap(bench.chunks, deterministic=bench.deterministic)
-        generator = torch.Generator().manual_seed(bench.seed * 64 + rank)
+        generator = torch.Generator().manual_seed(bench.seed * 64 + dist.get_rank())
 
         def draw(rows: int, columns: int) -> Tensor:
             return torch.randn(rows, columns, generator=generator)
 
         channel, ones = channel_of(group), [1] * world
         gathers = operator == "gather_matmul"
-        rows = bench.rows if gathers else bench.rows * world
+        rows = own_rows if gathers else own_rows * world
         inner, outputs = (bench.width, other) if gathers else (other, bench.width)
         x, w = draw(rows, inner).requires_grad_(), draw(outputs, inner).requires_grad_()
         operate = gather_matmul if gathers else matmul_scatter
         xd, wd = x.detach(), w.detach()
         forward = direction == "forward"
-        whole = draw(bench.rows * world, bench.width)
-        grad = draw(bench.rows * (world if gathers else 1), outputs)
+        whole = draw(own_rows * world, bench.width)
+        grad = draw(own_rows * (world if gathers else 1), outputs)
 
         def gather(part: Tensor) -> Tensor:
             return channel.all_gather(part, "a gather").flatten(0, 1)
@@ -142,7 +143,7 @@ class _Contest:
 def run(task: tuple[OverlapBench, float], threads: int) -> list[dict[str, Any]]:
     """One rank's part. link: bytes/s. Returns the results on every rank."""
     bench, link = task
-    rank, world = dist.get_rank(), bench.world
+    world = bench.world
     clock = Clock(sync_group)
     a, b = torch.randn(GEMM_SIZE, GEMM_SIZE), torch.randn(GEMM_SIZE, GEMM_SIZE)
     for _ in range(5):
@@ -155,12 +156,18 @@ def run(task: tuple[OverlapBench, float], threads: int) -> list[dict[str, Any]]:
     for operator in ("gather_matmul", "matmul_scatter"):
         for direction in DIRECTIONS:
             twice = 2 if operator == "matmul_scatter" and direction == "backward" else 1
-            for ratio in bench.ratios:
+            for ratio, rows in itertools.product(bench.ratios, bench.rows):
                 other = max(TILE, round(balanced / (ratio * twice) / TILE) * TILE)
-                contest = _Contest(operator, direction, bench, other, rank)
+                contest = _Contest(operator, direction, bench, rows, other)
                 contest.check(f"{operator} {direction}")
-                results.append({"op": operator, "direction": direction, "ratio": ratio, "other_width": other})
-                results[-1] |= _measure(contest, bench)
+                asked: dict[str, Any] = {
+                    "op": operator,
+                    "direction": direction,
+                    "ratio": ratio,
+                    "rows": rows,
+                    "other_width": other,
+                }
+                results.append(asked | _measure(contest, bench))
     return results
 
 

@@ -143,14 +143,15 @@ def overlap_tables(found: dict[str, Any]) -> list[Table]:
     links = ", ".join(f"{rate:.2f}" for rate in found["link_gbit_measured"])
     heading = (
         f"{s['hosts']} hosts x {s['ranks_per_host']} rank(s), links of {s['link_gbit']:g} Gbit/s (measured {links}), "
-        f"{s['rows']} rows a rank, {s['chunks']} chunks; {_machine(found)}"
+        f"at most {s['chunks']} chunks; {_machine(found)}"
     )
-    columns = ("comm / compute", "compute ms", "comm ms", "serial ms", "overlapped ms", "speedup", "hidden")
+    columns = ("comm / compute", "rows", "compute ms", "comm ms", "serial ms", "overlapped ms", "speedup", "hidden")
     table = _table(heading, "", *columns)
     for row in found["results"]:
-        times = [f"{row[f'{name}_ms']:.1f}" for name in ("compute", "comm", "serial", "overlapped")]
+        times = [_number(row[f"{name}_ms"]) for name in ("compute", "comm", "serial", "overlapped")]
         speedup = f"{row['serial_ms'] / row['overlapped_ms']:.2f}x"
-        table.add_row(f"{row['op']}, {row['direction']}", f"{row['ratio']:g}", *times, speedup, f"{row['hidden']:.2f}")
+        asked = (f"{row['op']}, {row['direction']}", f"{row['ratio']:g}", str(row["rows"]))
+        table.add_row(*asked, *times, speedup, f"{row['hidden']:.2f}")
     return [table]
 
 

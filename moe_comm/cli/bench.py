@@ -115,7 +115,7 @@ def bench_overlap(
     hosts: Annotated[int, typer.Option(min=2, max=64, help="Network namespaces to make, each a host.")] = 2,
     ranks_per_host: Annotated[int, typer.Option(min=1, help="Ranks on each.")] = 1,
     link_gbit: Annotated[float, typer.Option(min=0.001, help="Rate of each host's link, Gbit/s.")] = 1.0,
-    rows: Annotated[int, typer.Option(min=1, help="Rows of a rank.")] = 2048,
+    rows: Annotated[list[int] | None, typer.Option(min=1, help="Rows of a rank; repeat for more. [2048]")] = None,
     width: Annotated[int, typer.Option(min=1, help="Columns of what travels.")] = 512,
     ratio: Annotated[
         list[float] | None, typer.Option(min=0.01, help="Communication over compute; repeat for more. [0.5, 1, 2]")
@@ -129,7 +129,7 @@ def bench_overlap(
 ) -> None:
     """What the fused operators hide between hosts with a shaped link. Needs root and iproute2."""
     module = load("moe_comm.bench.overlap", "bench")
-    values = {"hosts": hosts, "ranks_per_host": ranks_per_host, "link_gbit": link_gbit, "rows": rows, "width": width}
+    values = {"hosts": hosts, "ranks_per_host": ranks_per_host, "link_gbit": link_gbit, "width": width}
     values |= {"chunks": chunks, "deterministic": deterministic, "warmup": warmup, "rounds": rounds, "seed": seed}
-    ratios = {"ratios": tuple(ratio)} if ratio else {}
-    module.main(module.OverlapBench(**values, **ratios), json_out)
+    several = {key: tuple(given) for key, given in (("rows", rows), ("ratios", ratio)) if given}
+    module.main(module.OverlapBench(**values, **several), json_out)
