@@ -250,6 +250,15 @@ def _one_folder(settings: list[str]) -> Path:
     return folder
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C as in a terminal: shells start what runs in their background with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_a_second_ctrl_c_ends_at_once(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "SAME_PRESS_S", 0.0)
     send = _signal_at(signal.SIGINT, 2)
