@@ -18,7 +18,7 @@ from moe_comm.topology import FoldedMesh, ParallelConfig, Sharding, deal
 from moe_comm.train.optim import OptimizerOptions
 from moe_comm.train.parallel import DataParallel, DataParallelOptions
 from moe_comm.train.pipeline import prepare_backward
-from tests.pool import RankFailure, RankPool
+from tests.pool import RankFailure
 from tests.train.toy import SHARDINGS, Toy, assemble, backward, make, pieces, train
 
 STRATEGIES = ("replicate", "zero1", "fsdp")
@@ -41,18 +41,6 @@ MAPPINGS = {
         ParallelConfig(dp=4, ep=2),
     ],
 }
-
-
-@pytest.fixture(scope="module")
-def pool2():
-    with RankPool(2) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def pool4():
-    with RankPool(4) as pool:
-        yield pool
 
 
 def trained(rank: int, world: int, config: ParallelConfig) -> Any:

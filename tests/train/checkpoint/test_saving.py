@@ -8,7 +8,6 @@ import os
 import resource
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +32,6 @@ from tests.pool import RankPool
 from tests.train.checkpoint.common import patched
 
 WAIT_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def pool2() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def pool4() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
-        yield pool
 
 
 def path_of(parent: Path, step: int) -> Path:
