@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <functional>
 #include <memory>
 
 #include "cpu/communicator.h"
@@ -12,6 +13,7 @@
 #include "cpu/heap.h"
 #include "cpu/kernels.h"
 #include "cpu/pool.h"
+#include "cpu/rendezvous.h"
 #include "cpu/transfer.h"
 
 #ifdef MOE_COMM_WITH_CUDA
@@ -28,35 +30,33 @@ T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// A block of a heap as a matrix; the block goes back when torch drops the last tensor over it, on whatever thread.
-struct BlockTensor {
+// Memory as a matrix; `dropped` is called when torch drops the last tensor over it, on whatever thread.
+struct Matrix {
   DLManagedTensor managed{};
   int64_t shape[2]{};
-  std::shared_ptr<Heap> heap;
-  int64_t offset = 0;
+  std::function<void()> dropped;
 
   static void release(DLManagedTensor* self) {
-    auto* block = static_cast<BlockTensor*>(self->manager_ctx);
-    block->heap->free(block->offset);
-    delete block;
+    auto* matrix = static_cast<Matrix*>(self->manager_ctx);
+    matrix->dropped();
+    delete matrix;
   }
 };
 
-py::capsule block_tensor(std::shared_ptr<Heap> heap, int64_t offset, int64_t rows, int64_t columns, int dtype) {
-  auto block = std::make_unique<BlockTensor>();
-  block->shape[0] = rows;
-  block->shape[1] = columns;
-  block->offset = offset;
-  DLTensor& tensor = block->managed.dl_tensor;
-  tensor.data = heap->base() + offset;
+py::capsule matrix_tensor(char* data, int64_t rows, int64_t columns, int dtype, std::function<void()> dropped) {
+  auto matrix = std::make_unique<Matrix>();
+  matrix->shape[0] = rows;
+  matrix->shape[1] = columns;
+  DLTensor& tensor = matrix->managed.dl_tensor;
+  tensor.data = data;
   tensor.device = {1, 0};
   tensor.ndim = 2;
   tensor.dtype = {static_cast<uint8_t>(dtype == kBFloat16 ? 4 : 2), static_cast<uint8_t>(8 * dtype_bytes(dtype)), 1};
-  tensor.shape = block->shape;
-  block->managed.manager_ctx = block.get();
-  block->managed.deleter = &BlockTensor::release;
-  block->heap = std::move(heap);
-  PyObject* capsule = PyCapsule_New(&block->managed, "dltensor", [](PyObject* self) {
+  tensor.shape = matrix->shape;
+  matrix->managed.manager_ctx = matrix.get();
+  matrix->managed.deleter = &Matrix::release;
+  matrix->dropped = std::move(dropped);
+  PyObject* capsule = PyCapsule_New(&matrix->managed, "dltensor", [](PyObject* self) {
     // Torch renames a capsule that it has taken; one still called "dltensor" was never used.
     if (PyCapsule_IsValid(self, "dltensor")) {
       auto* managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(self, "dltensor"));
@@ -64,8 +64,14 @@ py::capsule block_tensor(std::shared_ptr<Heap> heap, int64_t offset, int64_t row
     }
   });
   if (!capsule) throw py::error_already_set();
-  block.release();
+  matrix.release();
   return py::reinterpret_steal<py::capsule>(capsule);
+}
+
+// A block of a heap, which goes back with the tensor.
+py::capsule block_tensor(std::shared_ptr<Heap> heap, int64_t offset, int64_t rows, int64_t columns, int dtype) {
+  char* data = heap->base() + offset;
+  return matrix_tensor(data, rows, columns, dtype, [heap = std::move(heap), offset] { heap->free(offset); });
 }
 
 Op make_op(const std::array<int64_t, kComparedWords>& compared, std::string label, int64_t fault, std::string text) {
@@ -226,6 +232,32 @@ PYBIND11_MODULE(_C, m) {
         py::gil_scoped_release release;
         e.all_sum(op, {pointer<char>(x), bytes}, dtype);
       });
+
+  py::class_<Rendezvous>(m, "Rendezvous")
+      .def(py::init([](std::shared_ptr<Communicator> communicator, int threads,
+                       const std::array<int64_t, kComparedWords>& compared, std::string label, int64_t fault,
+                       std::string text, uintptr_t x, int64_t bytes) {
+        const Op op = make_op(compared, std::move(label), fault, std::move(text));
+        py::gil_scoped_release release;
+        return std::make_unique<Rendezvous>(std::move(communicator), threads, op,
+                                            Exchange::Offer{pointer<char>(x), bytes});
+      }))
+      .def_static("flag_bytes", [] { return Rendezvous::kFlagBytes; })
+      .def("next", &Rendezvous::next, py::call_guard<py::gil_scoped_release>())
+      .def("rows",
+           [](Rendezvous& r, int peer, int64_t first, int64_t rows, int64_t columns, int dtype) {
+             char* data = r.rows(peer, first, rows * columns * dtype_bytes(dtype));
+             return matrix_tensor(data, rows, columns, dtype, [communicator = r.communicator()] {});
+           })
+      .def("raise_flag", &Rendezvous::raise)
+      .def("add",
+           [](Rendezvous& r, int64_t first, int64_t count, int dtype, uintptr_t y) {
+             py::gil_scoped_release release;
+             r.add(first, count, dtype, pointer<char>(y));
+           })
+      .def("leave", &Rendezvous::leave, py::call_guard<py::gil_scoped_release>())
+      .def("finish", &Rendezvous::finish, py::call_guard<py::gil_scoped_release>())
+      .def("abandon", &Rendezvous::abandon);
 
   m.def(
       "swiglu_forward",

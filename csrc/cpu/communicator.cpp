@@ -151,12 +151,15 @@ std::vector<int32_t> Communicator::pids() const {
   return all;
 }
 
+void Communicator::ring(int peer) {
+  Control& other = control(peer);
+  other.doorbell.fetch_add(1);
+  if (other.sleeping.load()) futex_wake_all(other.doorbell);
+}
+
 void Communicator::ring() {
   for (int p = 0; p < world_; ++p) {
-    if (p == rank_) continue;
-    Control& other = control(p);
-    other.doorbell.fetch_add(1);
-    if (other.sleeping.load()) futex_wake_all(other.doorbell);
+    if (p != rank_) ring(p);
   }
 }
 
@@ -272,52 +275,65 @@ void Communicator::check_peers() {
   look_after(-1);
 }
 
-void Communicator::wait_all(uint32_t phase) {
+struct Communicator::Patience {
+  explicit Patience(const Communicator& of)
+      : started(now_ns()),
+        deadline(started + static_cast<int64_t>(std::min(of.timeout_s_.load(std::memory_order_relaxed), 1e9) * 1e9)),
+        spin_until(started + static_cast<int64_t>(of.options_.spin_us * 1e3)),
+        next_look(started + kLookAround) {}
+  int64_t started, deadline, spin_until, next_look;
+};
+
+bool Communicator::has_reached(int peer, uint32_t phase) const {
+  return reached(control(peer).progress.load(), op_base_ + phase);
+}
+
+template <class Met>
+void Communicator::wait_for(int p, Patience& patience, Met met) {
   Control& own = control(rank_);
-  const uint32_t target = op_base_ + phase;
-  const int64_t started = now_ns();
-  int64_t deadline = started + static_cast<int64_t>(std::min(timeout_s_.load(std::memory_order_relaxed), 1e9) * 1e9);
-  const int64_t spin_until = started + static_cast<int64_t>(options_.spin_us * 1e3);
-  int64_t next_look = started + kLookAround;
-  for (int i = 1; i < world_; ++i) {
-    const int p = (rank_ + i) % world_;
-    const std::atomic<uint32_t>& progress = control(p).progress;
-    bool slept = false;
-    while (!reached(progress.load(std::memory_order_acquire), target)) {
-      if (now_ns() < spin_until) {
-        for (int k = 0; k < 16; ++k) cpu_relax();
-        continue;
-      }
-      if (!slept) {
-        own.waiting_for.store(p, std::memory_order_relaxed);
-        own.since_ns.store(now_ns(), std::memory_order_relaxed);
-        slept = true;
-      }
-      own.sleeping.store(1);
-      const uint32_t seen = own.doorbell.load();
-      const int64_t before = now_ns();
-      bool broken = false;
-      for (int q = 0; q < world_; ++q) broken = broken || (q != rank_ && control(q).broken.load() != 0);
-      if (!broken && !reached(progress.load(), target)) {
-        futex_wait(own.doorbell, seen, std::clamp<int64_t>(deadline - before, 0, kLookAround));
-      }
-      own.sleeping.store(0);
-      const int64_t now = now_ns();
-      // A job that was stopped as a whole (Ctrl-Z) goes on afterwards: peers are not blamed for that time.
-      if (now - before > 10 * kLookAround) deadline += now - before;
-      if ((broken || now >= next_look || now >= deadline) && !reached(progress.load(), target)) {
-        look_after(p);
-        next_look = now + kLookAround;
-        if (options_.on_wait) options_.on_wait();
-        if (now >= deadline) {
-          give_up(Broken::timeout, p,
-                  situation(p) + " for " + seconds(now - started) + ": it lives (pid " +
-                      std::to_string(control(p).pid) + ") but did not arrive in time");
-        }
+  bool slept = false;
+  while (!met()) {
+    if (now_ns() < patience.spin_until) {
+      for (int k = 0; k < 16; ++k) cpu_relax();
+      continue;
+    }
+    if (!slept) {
+      own.waiting_for.store(p, std::memory_order_relaxed);
+      own.since_ns.store(now_ns(), std::memory_order_relaxed);
+      slept = true;
+    }
+    own.sleeping.store(1);
+    const uint32_t seen = own.doorbell.load();
+    const int64_t before = now_ns();
+    bool broken = false;
+    for (int q = 0; q < world_; ++q) broken = broken || (q != rank_ && control(q).broken.load() != 0);
+    if (!broken && !met()) {
+      futex_wait(own.doorbell, seen, std::clamp<int64_t>(patience.deadline - before, 0, kLookAround));
+    }
+    own.sleeping.store(0);
+    const int64_t now = now_ns();
+    // A job that was stopped as a whole (Ctrl-Z) goes on afterwards: peers are not blamed for that time.
+    if (now - before > 10 * kLookAround) patience.deadline += now - before;
+    if ((broken || now >= patience.next_look || now >= patience.deadline) && !met()) {
+      look_after(p);
+      patience.next_look = now + kLookAround;
+      if (options_.on_wait) options_.on_wait();
+      if (now >= patience.deadline) {
+        give_up(Broken::timeout, p,
+                situation(p) + " for " + seconds(now - patience.started) + ": it lives (pid " +
+                    std::to_string(control(p).pid) + ") but did not arrive in time");
       }
     }
   }
   own.waiting_for.store(-1, std::memory_order_relaxed);
+}
+
+void Communicator::wait_all(uint32_t phase) {
+  Patience patience(*this);
+  for (int i = 1; i < world_; ++i) {
+    const int p = (rank_ + i) % world_;
+    wait_for(p, patience, [&] { return has_reached(p, phase); });
+  }
 }
 
 std::string pack_header(const Op& op) {
@@ -329,7 +345,7 @@ std::string pack_header(const Op& op) {
   return std::string(reinterpret_cast<const char*>(words), sizeof words);
 }
 
-void Communicator::begin(const Op& op) {
+void Communicator::post(const Op& op) {
   check_usable();
   Control& own = control(rank_);
   Record& mine = own.record;
@@ -343,15 +359,16 @@ void Communicator::begin(const Op& op) {
   own.since_ns.store(now_ns(), std::memory_order_relaxed);
   own.in_op.store(1, std::memory_order_relaxed);
   advance(kArrived);
-  wait_all(kArrived);
+  if (op.fault) disagree();
+}
 
-  bool agree = true;
-  for (int p = 0; p < world_ && agree; ++p) {
-    const Record& other = record(p);
-    agree =
-        other.header[kFaultWord] == 0 && std::memcmp(other.header, mine.header, sizeof(int64_t) * kComparedWords) == 0;
-  }
-  if (agree) return;
+bool Communicator::agrees(int peer) const {
+  const Record &other = record(peer), &mine = control(rank_).record;
+  return other.header[kFaultWord] == 0 && std::memcmp(other.header, mine.header, sizeof(int64_t) * kComparedWords) == 0;
+}
+
+void Communicator::disagree() {
+  wait_all(kArrived);
   std::vector<std::string> headers;
   for (int p = 0; p < world_; ++p) {
     headers.emplace_back(reinterpret_cast<const char*>(record(p).header), sizeof(Record::header));
@@ -360,15 +377,56 @@ void Communicator::begin(const Op& op) {
   throw HandshakeFailed(std::move(headers));
 }
 
+void Communicator::begin(const Op& op) {
+  post(op);
+  wait_all(kArrived);
+  for (int p = 0; p < world_; ++p) {
+    if (!agrees(p)) disagree();
+  }
+}
+
+int Communicator::wait_any(const std::vector<int>& peers) {
+  int found = -1;
+  Patience patience(*this);
+  wait_for(peers.front(), patience, [&] {
+    for (const int p : peers) {
+      if (!has_reached(p, kArrived)) continue;
+      found = p;
+      return true;
+    }
+    return false;
+  });
+  if (!agrees(found)) disagree();
+  return found;
+}
+
+void Communicator::raise(std::atomic<uint32_t>& flag, int peer) {
+  flag.store(1);
+  if (peer != rank_) ring(peer);
+}
+
+void Communicator::wait_flag(const std::atomic<uint32_t>& flag, int peer) {
+  Patience patience(*this);
+  wait_for(peer, patience, [&] { return flag.load() != 0 || has_reached(peer, kDone); });
+  // A peer that is done raises nothing more; it raised all it had before.
+  if (flag.load() == 0) disagree();
+}
+
 void Communicator::publish_ready() { advance(kReady); }
 
 void Communicator::wait_ready() { wait_all(kReady); }
 
-void Communicator::finish() {
+void Communicator::leave() {
+  if (left_) return;
+  left_ = true;
   advance(kDone);
+}
+
+void Communicator::finish() {
+  leave();
   wait_all(kDone);
   op_base_ += kPerOp;
-  in_op_ = false;
+  in_op_ = left_ = false;
   Control& own = control(rank_);
   own.in_op.store(0, std::memory_order_relaxed);
   own.since_ns.store(now_ns(), std::memory_order_relaxed);

@@ -9,6 +9,9 @@
 //
 // A rank that waits sleeps on its own doorbell, which peers ring after each step; so one futex serves all waits.
 // Nobody starts operation n + 1 before all are done with n, so one record per rank is enough.
+//
+// begin waits for all. An operation that has work to do meanwhile takes it apart: post, then wait_any for its peers one
+// after the other, and flags of its own within the block that it offers.
 #pragma once
 
 #include <atomic>
@@ -109,9 +112,20 @@ class Communicator {
   void check_usable() const;
   // Publish `op`, wait for all, compare. Throws HandshakeFailed, after which the next operation may begin.
   void begin(const Op& op);
+  // The first part of begin: publish `op`.
+  void post(const Op& op);
+  // The rest of it, peer by peer: the first of `peers` that has posted, once one has. Throws HandshakeFailed if it
+  // posted something else, and this operation is over. Every rank must ask for each of its peers: so all find out.
+  int wait_any(const std::vector<int>& peers);
+  // Tell `peer`, which may be waiting for it, that `flag` in this rank's memory is up.
+  void raise(std::atomic<uint32_t>& flag, int peer);
+  // Until `flag` in the memory of `peer` is up. Throws HandshakeFailed if it left instead because ranks disagree.
+  void wait_flag(const std::atomic<uint32_t>& flag, int peer);
   // Dispatch only: tell that the block stands; wait until all blocks stand.
   void publish_ready();
   void wait_ready();
+  // Tell that this rank reads no more of its peers' memory: the first part of finish, which waits until nobody does.
+  void leave();
   void finish();
   // Called at the end of every operation; if it did not finish, the peers are told that this rank gave up.
   void abandon();
@@ -130,12 +144,21 @@ class Communicator {
   char* peer_base(int peer) const;
   void advance(uint32_t phase);
   void wait_all(uint32_t phase);
+  // Until met(), for which this rank waits for `peer`.
+  struct Patience;
+  template <class Met>
+  void wait_for(int peer, Patience& patience, Met met);
+  bool has_reached(int peer, uint32_t phase) const;
+  bool agrees(int peer) const;
+  // Once all have posted, throws HandshakeFailed.
+  [[noreturn]] void disagree();
   void look_after(int waiting_for);
   bool alive(int peer) const;
   [[noreturn]] void give_up(Broken why, int culprit, const std::string& text);
   [[noreturn]] void throw_failure() const;
   std::string situation(int culprit) const;
   std::string describe(int peer) const;
+  void ring(int peer);
   void ring();
 
   std::shared_ptr<Heap> heap_;
@@ -146,6 +169,7 @@ class Communicator {
   std::vector<Peer> peers_;
   uint32_t op_base_;  // progress value of the current operation's start
   bool in_op_ = false;
+  bool left_ = false;
   std::string failure_;
   Broken failure_kind_ = Broken::died;
   std::mutex mutex_;

@@ -32,17 +32,20 @@ struct Span {
 Exchange::Exchange(std::shared_ptr<Communicator> communicator, int threads)
     : communicator_(std::move(communicator)), threads_(threads) {}
 
-void Exchange::begin(const Op& op, Offer mine) {
-  Record& record = communicator_->record();
+void publish_offer(Communicator& communicator, Exchange::Offer mine) {
+  Record& record = communicator.record();
   record.rows_offset = 0;
   record.rows_bytes = 0;
-  if (!op.fault && mine.bytes > 0) {
-    if (!communicator_->heap().owns(mine.data, mine.bytes)) {
-      throw std::invalid_argument("what a rank offers must stand in its own heap");
-    }
-    record.rows_offset = mine.data - communicator_->heap().base();
-    record.rows_bytes = mine.bytes;
+  if (mine.bytes == 0) return;
+  if (!communicator.heap().owns(mine.data, mine.bytes)) {
+    throw std::invalid_argument("what a rank offers must stand in its own heap");
   }
+  record.rows_offset = mine.data - communicator.heap().base();
+  record.rows_bytes = mine.bytes;
+}
+
+void Exchange::begin(const Op& op, Offer mine) {
+  publish_offer(*communicator_, op.fault ? Offer{} : mine);
   communicator_->begin(op);
 }
 
@@ -95,19 +98,20 @@ void Exchange::all_sum(const Op& op, Offer mine, int dtype) {
 }
 
 void Exchange::add(int64_t first, int64_t count, int dtype, char* y) {
-  const int world = communicator_->world();
-  const int64_t size = dtype_bytes(dtype);
-  std::vector<int64_t> place(static_cast<size_t>(world));
-  std::vector<char*> offers(static_cast<size_t>(world));
-  for (int p = 0; p < world; ++p) {
-    place[static_cast<size_t>(p)] = pack_place(p, 0);
-    offers[static_cast<size_t>(p)] = offered(p) + first * size;
-  }
+  std::vector<char*> parts;
+  for (int p = 0; p < communicator_->world(); ++p) parts.push_back(offered(p) + first * dtype_bytes(dtype));
+  add_parts(parts, count, dtype, threads_, y);
+}
+
+void add_parts(const std::vector<char*>& parts, int64_t count, int dtype, int threads, char* y) {
+  const int64_t size = dtype_bytes(dtype), world = static_cast<int64_t>(parts.size());
+  std::vector<int64_t> place;
+  for (int p = 0; p < world; ++p) place.push_back(pack_place(p, 0));
   // As a combine of one token, whose `world` rows are the parts; cut into blocks of whole cache lines for threads.
   const int64_t blocks = (count + kAlignElements - 1) / kAlignElements;
-  parallel_for(blocks, kGrainBytes / (kAlignElements * size), threads_, [&](int64_t begin, int64_t end) {
+  parallel_for(blocks, kGrainBytes / (kAlignElements * size), threads, [&](int64_t begin, int64_t end) {
     const int64_t from = begin * kAlignElements, to = std::min(count, end * kAlignElements);
-    std::vector<char*> base(offers);
+    std::vector<char*> base(parts);
     for (char*& p : base) p += from * size;
     const TokenLoop loop{place.data(), base.data(), world, to - from, dtype, false};
     kernels().sum(loop, 0, 1, y + from * size, (to - from) * size, nullptr);

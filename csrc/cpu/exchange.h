@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "communicator.h"
 
@@ -42,5 +43,10 @@ class Exchange {
   std::shared_ptr<Communicator> communicator_;
   int threads_;
 };
+
+// Write into the record of this rank, before an operation, what it offers in it; throws if that is not in its heap.
+void publish_offer(Communicator& communicator, Exchange::Offer mine);
+// y [count]: the parts, one of each rank, added in that order. y may be one of them.
+void add_parts(const std::vector<char*>& parts, int64_t count, int dtype, int threads, char* y);
 
 }  // namespace moe_comm
