@@ -64,7 +64,7 @@ class AllGatherDispatcher(AllToAllDispatcher):
     def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, layout: Layout, header: Header) -> Tensor:
         if self.options.deterministic or self.options.payloads.of(header.op).narrows(layout.dtype):
             return super()._sum(rows_RD, weights_TK, layout, header)
-        self._agree(header, rows_RD.device)
+        self.agree_again(header, rows_RD.device)
         doing = describe(header)
         routes: GatheredRoutes = layout.state
         rows_RD = rows_RD.to(plain.wide_dtype(rows_RD.dtype))
@@ -74,13 +74,13 @@ class AllGatherDispatcher(AllToAllDispatcher):
         total_PD = rows_RD.new_zeros(self.world * longest, layout.hidden)
         total_PD.index_add_(0, routes.gathered_R // layout.top_k, rows_RD)
         if longest:
-            total_PD = self._channel.reduce_scatter(total_PD.view(self.world, longest, layout.hidden), doing)
+            total_PD = self.channel.reduce_scatter(total_PD.view(self.world, longest, layout.hidden), doing)
         return total_PD[: layout.num_tokens].to(layout.dtype)
 
     def _spread(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, layout: Layout, header: Header
     ) -> tuple[Tensor, Tensor | None]:
-        self._agree(header, grad_TD.device)
+        self.agree_again(header, grad_TD.device)
         doing = describe(header)
         routes: GatheredRoutes = layout.state
         weights_R = self._weights(weights_TK, routes, doing)
@@ -116,4 +116,4 @@ class AllGatherDispatcher(AllToAllDispatcher):
         if not longest:
             return tensor_TX
         padded = F.pad(tensor_TX, (0, 0, 0, longest - tensor_TX.shape[0]), value=fill)
-        return self._channel.all_gather(padded, doing).flatten(0, 1)
+        return self.channel.all_gather(padded, doing).flatten(0, 1)

@@ -35,6 +35,7 @@ from moe_comm.dispatch.handshake import Counts, Handshake, Words, describe, dige
 from moe_comm.dispatch.header import Header
 from moe_comm.dispatch.payload import Payload, pack, unpack
 from moe_comm.errors import RoutingError
+from moe_comm.runtime.memory import take
 from moe_comm.topology import ExpertPlacement
 
 
@@ -76,7 +77,7 @@ class AllToAllDispatcher(Dispatcher):
         options: DispatchOptions | None = None,
     ) -> None:
         super().__init__(placement, group, rank, options)
-        self._channel = Channel(group, rank, self.world, self.options.timeout_s)
+        self.channel = Channel(group, rank, self.world, self.options.timeout_s)
         same = {
             "backend": digest(self.name),
             "number of experts": placement.num_experts,
@@ -85,21 +86,34 @@ class AllToAllDispatcher(Dispatcher):
             "checked": int(self.options.checked),
             "payloads": digest(self.options.payloads),
         }
-        meet(self._channel, group, f"the {self.name} dispatcher", same)
-        self._handshake = Handshake(self._channel, placement)
+        meet(self.channel, group, f"the {self.name} dispatcher", same)
+        self._handshake = Handshake(self.channel, placement)
 
     def _routing_fault(self, ids_TK: Tensor) -> RoutingError | None:
         return None  # counted with the slots, and told with the counts
 
-    def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, Layout]:
+    def agree(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> Layout:
+        """The handshake of a dispatch, and where all rows will go; none has moved yet.
+
+        Raises:
+            InputError, RoutingError, RankMismatch: on every rank. PeerDied, PeerTimeout: a rank does not answer.
+        """
         counts = self._handshake.exchange(header, ids_TK, x_TD.device)
-        routes = self._routes(ids_TK, counts)
+        return self._layout(x_TD, ids_TK, counts, self._routes(ids_TK, counts), header)
+
+    def agree_again(self, header: Header, device: torch.device) -> None:
+        """The handshake of any other operation, if checked."""
+        if self.options.checked:
+            self._handshake.exchange(header, None, device)
+
+    def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, Layout]:
+        layout = self.agree(x_TD, ids_TK, header)
+        routes: Routes = layout.state
         payload = self.options.payloads.of(header.op)
-        rows_RD = self._rows_out(x_TD, routes.slot_S // ids_TK.shape[1], payload, routes, describe(header))
-        return rows_RD, self._layout(x_TD, ids_TK, counts, routes, header)
+        return self._rows_out(x_TD, routes.slot_S // layout.top_k, payload, routes, describe(header)), layout
 
     def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, layout: Layout, header: Header) -> Tensor:
-        self._agree(header, rows_RD.device)
+        self.agree_again(header, rows_RD.device)
         payload = self.options.payloads.of(header.op)
         rows_SD = self._rows_back(rows_RD, payload, layout.state, describe(header))
         return plain.weighted_sum(rows_SD, layout.state.place_TK, weights_TK)
@@ -107,14 +121,14 @@ class AllToAllDispatcher(Dispatcher):
     def _spread(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, layout: Layout, header: Header
     ) -> tuple[Tensor, Tensor | None]:
-        self._agree(header, grad_TD.device)
+        self.agree_again(header, grad_TD.device)
         routes: Routes = layout.state
         payload = self.options.payloads.of(header.op)
         token_S = routes.slot_S // layout.top_k
         weights_S = weights_TK.reshape(-1)[routes.slot_S]
         doing = describe(header)
         if rows_RD is None and not payload.narrows(grad_TD.dtype):
-            return self._out(plain.scale(grad_TD[token_S], weights_S), routes, doing), None
+            return self._out(plain.scale(take(grad_TD, token_S), weights_S), routes, doing), None
         # A quantised gradient is rounded before it is scaled, whether or not the weights need a gradient.
         grad_RD = self._rows_out(grad_TD, token_S, payload, routes, doing)
         weights_R = self._out(weights_S, routes, doing)
@@ -129,30 +143,26 @@ class AllToAllDispatcher(Dispatcher):
         dots[routes.slot_S] = dots_S
         return dots.view(layout.num_tokens, layout.top_k)
 
-    def _agree(self, header: Header, device: torch.device) -> None:
-        if self.options.checked:
-            self._handshake.exchange(header, None, device)
-
     def _rows_out(self, rows_TD: Tensor, token_S: Tensor, payload: Payload, routes: Routes, doing: str) -> Tensor:
         """``_out`` of each slot's row, in its payload."""
         if payload.scales == "group":
             leaving, arriving = self._groups(routes, rows_TD.device)
-            packed_SX, scale_GD = encode_groups(rows_TD[token_S], leaving, payload)
-            packed_RX = self._channel.all_to_all(packed_SX, routes.send, routes.receive, doing)
-            scale_GD = self._channel.all_to_all(scale_GD, leaving.per_rank, arriving.per_rank, doing)
+            packed_SX, scale_GD = encode_groups(take(rows_TD, token_S), leaving, payload)
+            packed_RX = self.channel.all_to_all(packed_SX, routes.send, routes.receive, doing)
+            scale_GD = self.channel.all_to_all(scale_GD, leaving.per_rank, arriving.per_rank, doing)
             rows_RD = decode_groups(packed_RX, scale_GD, arriving, rows_TD.dtype)
-            return rows_RD if routes.by_expert_R is None else rows_RD[routes.by_expert_R]
-        moved_RX = self._out(pack(rows_TD, payload)[token_S], routes, doing)
+            return rows_RD if routes.by_expert_R is None else take(rows_RD, routes.by_expert_R)
+        moved_RX = self._out(take(pack(rows_TD, payload), token_S), routes, doing)
         return unpack(moved_RX, payload, rows_TD.shape[1], rows_TD.dtype)
 
     def _rows_back(self, rows_RD: Tensor, payload: Payload, routes: Routes, doing: str) -> Tensor:
         """``_back`` of rows in their payload."""
         if payload.scales == "group":
             arriving, leaving = self._groups(routes, rows_RD.device)
-            ordered_RD = rows_RD if routes.by_source_R is None else rows_RD[routes.by_source_R]
+            ordered_RD = rows_RD if routes.by_source_R is None else take(rows_RD, routes.by_source_R)
             packed_RX, scale_GD = encode_groups(ordered_RD, leaving, payload)
-            packed_SX = self._channel.all_to_all(packed_RX, routes.receive, routes.send, doing)
-            scale_GD = self._channel.all_to_all(scale_GD, leaving.per_rank, arriving.per_rank, doing)
+            packed_SX = self.channel.all_to_all(packed_RX, routes.receive, routes.send, doing)
+            scale_GD = self.channel.all_to_all(scale_GD, leaving.per_rank, arriving.per_rank, doing)
             return decode_groups(packed_SX, scale_GD, arriving, rows_RD.dtype)
         moved_SX = self._back(pack(rows_RD, payload), routes, doing)
         return unpack(moved_SX, payload, rows_RD.shape[1], rows_RD.dtype)
@@ -167,13 +177,13 @@ class AllToAllDispatcher(Dispatcher):
 
     def _out(self, rows_SX: Tensor, routes: Routes, doing: str) -> Tensor:
         """To the experts: rows ordered by expert, from here; by (expert, source) there."""
-        arrived = self._channel.all_to_all(rows_SX, routes.send, routes.receive, doing)
-        return arrived if routes.by_expert_R is None else arrived[routes.by_expert_R]
+        arrived = self.channel.all_to_all(rows_SX, routes.send, routes.receive, doing)
+        return arrived if routes.by_expert_R is None else _permuted(arrived, routes.by_expert_R)
 
     def _back(self, rows_RX: Tensor, routes: Routes, doing: str) -> Tensor:
         """To the tokens: the inverse of ``_out``."""
-        leaving = rows_RX if routes.by_source_R is None else rows_RX[routes.by_source_R]
-        return self._channel.all_to_all(leaving, routes.receive, routes.send, doing)
+        leaving = rows_RX if routes.by_source_R is None else _permuted(rows_RX, routes.by_source_R)
+        return self.channel.all_to_all(leaving, routes.receive, routes.send, doing)
 
     def _routes(self, ids_TK: Tensor, counts: Counts) -> Routes:
         own = self.local_experts
@@ -213,3 +223,8 @@ class AllToAllDispatcher(Dispatcher):
             state=routes,
             call=header.seq,
         )
+
+
+def _permuted(x_RX: Tensor, order_R: Tensor) -> Tensor:
+    """Rows, or numbers, in another order."""
+    return take(x_RX, order_R) if x_RX.dim() == 2 else x_RX[order_R]

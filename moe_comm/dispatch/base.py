@@ -41,7 +41,7 @@ class DispatchOptions:
         sum partial results in another order where that moves fewer bytes.
     checked: compare headers before every operation; where False, only in dispatch.
     payloads: what rows look like while they travel, by direction; rounding is the same with every backend, so that
-        bits still do not depend on the number of ranks. Only ``all_to_all`` and ``all_gather`` move fewer bytes:
+        bits still do not depend on the number of ranks. Only backends that send rows move fewer bytes:
         ``local`` and ``shared_memory`` read rows where they lie.
     """
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -23,12 +24,33 @@ from torch.distributed.distributed_c10d import (
 
 from moe_comm.dispatch.peers import Peers
 from moe_comm.errors import MoeCommError, PeerDied, PeerError, PeerTimeout
+from moe_comm.runtime.memory import warm_rows
 from moe_comm.runtime.meter import COMMUNICATION
 
 SLICE_S = 0.5
 LINGER_S = 10.0
 _TIMED_OUT = re.compile("timed? ?out|timeout", re.IGNORECASE)
 _LOST = re.compile("closed by peer|reset by peer|read error|broken pipe|pair closure|connection|nccl", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Coming:
+    """A tensor on its way: calling it waits and gives the tensor; ``ready`` says whether it would not have to wait."""
+
+    take: Callable[[], Tensor]
+    ready: Callable[[], bool]
+
+    def __call__(self) -> Tensor:
+        return self.take()
+
+    def then(self, change: Callable[[Tensor], Tensor]) -> Coming:
+        """What ``change`` makes of it."""
+        return Coming(lambda: change(self.take()), self.ready)
+
+    @classmethod
+    def here(cls, tensor: Tensor) -> Coming:
+        """One that has arrived."""
+        return cls(lambda: tensor, lambda: True)
 
 
 class Channel:
@@ -75,46 +97,35 @@ class Channel:
         """[W, *shape] of equal-sized tensors, on the device of ``tensor``."""
         return self.start_all_gather(tensor, doing)()
 
-    def start_all_gather(self, tensor: Tensor, doing: str) -> Callable[[], Tensor]:
-        """Begin ``all_gather``; the call returned waits for it. As with all that is started here, every rank starts
-        the same on this group in the same order, and calls what it got in that order too."""
+    def start_all_gather(self, tensor: Tensor, doing: str) -> Coming:
+        """Begin ``all_gather``. As with all that is started here, every rank starts the same on this group in the same
+        order, and calls what it got in that order too."""
         sent = _as_bytes(tensor.to(self.wire(tensor.device)).contiguous())
-        out = torch.empty(self.world * sent.numel(), dtype=torch.uint8, device=sent.device)
+        out = warm_rows(1, self.world * sent.numel(), torch.uint8, sent.device).view(-1)
         options = AllgatherOptions()
         options.timeout = self._backend_timeout()
-        wait = self._start(lambda: self._group._allgather_base(out, sent, options), sent.device, doing)
-
-        def arrived() -> Tensor:
-            wait()
-            return out.view(tensor.dtype).view(self.world, *tensor.shape).to(tensor.device)
-
-        return arrived
+        begun = self._start(lambda: self._group._allgather_base(out, sent, options), sent.device, doing)
+        shape = (self.world, *tensor.shape)
+        return begun.then(lambda: out.view(-1).view(tensor.dtype).view(shape).to(tensor.device))
 
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], doing: str) -> Tensor:
         """Rows from every rank in order of rank; ``send`` and ``receive`` are rows per rank, checked beforehand."""
         return self.start_all_to_all(rows, send, receive, doing)()
 
-    def start_all_to_all(
-        self, rows: Tensor, send: Sequence[int], receive: Sequence[int], doing: str
-    ) -> Callable[[], Tensor]:
+    def start_all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], doing: str) -> Coming:
         """Begin ``all_to_all``, as ``start_all_gather`` does."""
         shape = (sum(receive), *rows.shape[1:])
         width = rows[:1].numel() if rows.shape[0] else torch.Size(rows.shape[1:]).numel()
         if not width:  # on every rank
-            return lambda: rows.new_empty(shape)
+            return Coming.here(rows.new_empty(shape))
         sent = rows.to(self.wire(rows.device)).contiguous().view(rows.shape[0], width).view(torch.uint8)
-        out = torch.empty(sum(receive), sent.shape[1], dtype=torch.uint8, device=sent.device)
+        out = warm_rows(sum(receive), sent.shape[1], torch.uint8, sent.device)
         options = AllToAllOptions()
         options.timeout = self._backend_timeout()
-        wait = self._start(
+        begun = self._start(
             lambda: self._group.alltoall_base(out, sent, list(receive), list(send), options), sent.device, doing
         )
-
-        def arrived() -> Tensor:
-            wait()
-            return out.view(rows.dtype).view(shape).to(rows.device)
-
-        return arrived
+        return begun.then(lambda: out.view(-1).view(rows.dtype).view(shape).to(rows.device))
 
     def reduce_scatter(self, parts_WTD: Tensor, doing: str) -> Tensor:
         """[T, D] sum over ranks of this rank's part, in the dtype of ``parts_WTD``."""
@@ -133,16 +144,16 @@ class Channel:
         self._run(lambda: self._group.allreduce([out], options), out.device, doing)
         return out.to(tensor.device)
 
-    def rotate(self, tensor: Tensor, doing: str) -> Callable[[], Tensor]:
-        """Start sending ``tensor`` to the next rank of the ring; the call returned waits for the previous rank's.
+    def rotate(self, tensor: Tensor, doing: str, step: int = 1) -> Coming:
+        """Start sending ``tensor`` ``step`` ranks on round the ring; what comes is from as many ranks before.
 
         All ranks' tensors are of one shape and dtype.
         """
         sent = _as_bytes(tensor.to(self.wire(tensor.device)).contiguous())
-        send = [sent.numel() if rank == (self.rank + 1) % self.world else 0 for rank in range(self.world)]
-        receive = [sent.numel() if rank == (self.rank - 1) % self.world else 0 for rank in range(self.world)]
+        send = [sent.numel() if rank == (self.rank + step) % self.world else 0 for rank in range(self.world)]
+        receive = [sent.numel() if rank == (self.rank - step) % self.world else 0 for rank in range(self.world)]
         arrived = self.start_all_to_all(sent, send, receive, doing)
-        return lambda: arrived().view(tensor.dtype).view(tensor.shape).to(tensor.device)
+        return arrived.then(lambda bytes_: bytes_.view(tensor.dtype).view(tensor.shape).to(tensor.device))
 
     def _backend_timeout(self) -> timedelta:
         # Ours comes first: when the backend's passes it closes its connections, and peers still waiting would
@@ -150,10 +161,10 @@ class Channel:
         return timedelta(seconds=self.timeout_s + LINGER_S)
 
     def _run(self, start: Callable[[], Work], device: torch.device, doing: str) -> None:
-        self._start(start, device, doing)()
+        self._start(start, device, doing).wait()
 
-    def _start(self, start: Callable[[], Work], device: torch.device, doing: str) -> Callable[[], None]:
-        """What waits for the work that ``start`` begins, and raises its errors, those of beginning it too."""
+    def _start(self, start: Callable[[], Work], device: torch.device, doing: str) -> _Begun:
+        """The work that ``start`` begins. Waiting for it raises its errors, those of beginning it too."""
         if self.failed is not None:
             raise type(self.failed)(*self.failed.args)
         self._place += 1
@@ -162,7 +173,7 @@ class Channel:
             work = start()
         except RuntimeError as error:
             work = error
-        return lambda: self._finish(work, device, doing)
+        return _Begun(work, lambda: self._finish(work, device, doing))
 
     def _finish(self, work: Work | RuntimeError, device: torch.device, doing: str) -> None:
         begun = time.monotonic()
@@ -228,6 +239,21 @@ class Channel:
             f"{text}. It is stuck, slow, or took another path through the program; see its stacks (py-spy dump), "
             "or raise DispatchOptions.timeout_s. This group is unusable now."
         )
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """Work of the backend, or the error that it began with; ``wait`` ends it."""
+
+    work: Work | RuntimeError
+    wait: Callable[[], None]
+
+    def then(self, result: Callable[[], Tensor]) -> Coming:
+        def take() -> Tensor:
+            self.wait()
+            return result()
+
+        return Coming(take, lambda: isinstance(self.work, RuntimeError) or self.work.is_completed())
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Which backend ``auto`` takes, and why: what each can do for a group, and a rough cost in bytes.
 
 Costs are bytes a token that one rank moves in dispatch and combine, forward, with K slots on W ranks, a row of
-``hidden`` elements, and f = (W - 1) / W the share of rows that leave:
+``hidden`` elements, and f = (W - 1) / W the share of rows that leave their rank:
 
     backend          over the wire                      copies in memory (read + write)
     shared_memory    0                                  2 K + (K + 1): one gather there, one weighted sum back
@@ -9,10 +9,18 @@ Costs are bytes a token that one rank moves in dispatch and combine, forward, wi
     all_gather       (W - 1) + K f                      2 W + 2 K + (5 K + 1)
       not            (W - 1) + (W - 1) * 4 / item       2 W + 2 K + 2 K + 4 (W + 1) / item
       deterministic
+    hierarchical     H' + K h                           4 H' + 6 K + (5 K + 1) + 4: copies, slots, reorder; and back
+      not            2 H'                               8 H' + 4 K + (3 K + 1) + 4
+      deterministic
 
-A payload makes the rows on the wire that much shorter; and where combine has one, rows go back even if it need not be
-deterministic. A wire byte counts as ``WIRE_BYTE`` bytes in memory. Only the order of the sums matters, and they are
-far apart.
+With H hosts, h = (H - 1) / H of the rows leave their host, and a token has experts on H' = (H - 1) (1 - (1 - 1 / H)^K)
+other hosts, if routing is balanced. Of what crosses the wire, this goes between hosts: all of ``hierarchical``'s, whose
+ranks of one host share memory (without the native core 2 K (f - h) more is on the wire, inside hosts); 2 K h of
+``all_to_all``'s; and of ``all_gather``'s (W - 1) H / W for each collective, which goes round a ring, plus K h.
+
+A payload makes the rows on the wire that much shorter; and where combine has one, ``all_gather`` sends rows back even
+if it need not be deterministic. A wire byte counts as ``WIRE_BYTE`` bytes in memory, and one between hosts as
+``BETWEEN_BYTE`` more. Only the order of the sums matters, and they are far apart.
 """
 
 from __future__ import annotations
@@ -24,6 +32,8 @@ import torch
 from moe_comm.dispatch.payload import AS_THEY_ARE, Payloads, bytes_per_row
 
 WIRE_BYTE = 8.0
+BETWEEN_BYTE = 16.0
+"""What a byte between hosts costs beside ``WIRE_BYTE``: links of 10 to 100 Gbit/s are slower than loopback."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,7 @@ class GroupFacts:
 
     hosts: number of hosts (that is, of /dev/shm) its ranks are on. native: every rank has the native core.
     device: "cpu" or "cuda", where the rows will be. transport: name of torch.distributed's backend.
+    host_by_host: hosts have equal numbers of ranks, which are next to each other.
     """
 
     world: int
@@ -39,6 +50,7 @@ class GroupFacts:
     native: bool
     device: str
     transport: str
+    host_by_host: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,16 +75,22 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One backend: why it cannot be used ("" if it can), what it moves, and its cost in memory bytes a token."""
+    """One backend: why it cannot be used ("" if it can), what it moves, and its cost in memory bytes a token.
+
+    wire_bytes: all that are sent; between_bytes: those of them that go to another host.
+    """
 
     backend: str
     problem: str
     wire_bytes: float
+    between_bytes: float
     copied_bytes: float
+    if_asked: str = ""
+    """Why ``auto`` does not take it though it can be used."""
 
     @property
     def cost(self) -> float:
-        return WIRE_BYTE * self.wire_bytes + self.copied_bytes
+        return WIRE_BYTE * self.wire_bytes + BETWEEN_BYTE * self.between_bytes + self.copied_bytes
 
 
 @dataclass(frozen=True)
@@ -95,13 +113,17 @@ class Choice:
             f"{facts.world} rank(s) on {facts.hosts} host(s), {facts.device} tensors over {facts.transport}, "
             f"native core {'built' if facts.native else 'missing'}; top-k {top_k}, rows of "
             f"{traffic.hidden} x {traffic.item_bytes} bytes, {'' if traffic.deterministic else 'not '}deterministic",
-            f"    {'backend':<14} {'wire KB/token':>13} {'copied KB/token':>15} {'cost':>10}",
+            f"    {'backend':<14} {'wire KB/token':>13} {'to other hosts':>15} {'copied KB/token':>15} {'cost':>10}",
         ]
         for candidate in self.candidates:
             mark = "->" if candidate.backend == self.picked else "  "
-            wire, copied, cost = (v / 1e3 for v in (candidate.wire_bytes, candidate.copied_bytes, candidate.cost))
+            moved = (candidate.wire_bytes, candidate.between_bytes, candidate.copied_bytes, candidate.cost)
+            wire, between, copied, cost = (v / 1e3 for v in moved)
             note = f"   no: {candidate.problem}" if candidate.problem else ""
-            lines.append(f" {mark} {candidate.backend:<14} {wire:13.1f} {copied:15.1f} {cost:10.1f}{note}")
+            note = note or (f"   only if asked for: {candidate.if_asked}" if candidate.if_asked else "")
+            lines.append(
+                f" {mark} {candidate.backend:<14} {wire:13.1f} {between:15.1f} {copied:15.1f} {cost:10.1f}{note}"
+            )
         return "\n".join(lines)
 
 
@@ -110,21 +132,46 @@ def choose(facts: GroupFacts, traffic: Traffic | None = None) -> Choice:
     traffic = traffic or Traffic()
     row = traffic.hidden * traffic.item_bytes
     world, slots = facts.world, traffic.top_k or 1
-    away = slots * (world - 1) / world
-    wide = max(4, traffic.item_bytes) / traffic.item_bytes
+    away, abroad = slots * (world - 1) / world, slots * (facts.hosts - 1) / facts.hosts
     out, back = traffic.wire_row("dispatch"), traffic.wire_row("combine")
-    if traffic.deterministic or traffic.payloads.of("combine").narrows(traffic.dtype):
-        gather_wire, gather_copied = (world - 1) * out + away * back, 2.0 * world + 7 * slots + 1
-    else:
-        gather_wire, gather_copied = (world - 1) * (out + wide * row), 2 * world + 4 * slots + wide * (world + 1)
+    in_place = (3 * slots + 1) * row
     found = [
-        Candidate("local", "" if world == 1 else _LOCAL.format(world=world), 0, (3 * slots + 1) * row),
-        Candidate("shared_memory", _shared_memory_problem(facts), 0, (3 * slots + 1) * row),
-        Candidate("all_to_all", "", away * (out + back), (11 * slots + 1) * row),
-        Candidate("all_gather", "", gather_wire, gather_copied * row),
+        Candidate("local", "" if world == 1 else _LOCAL.format(world=world), 0, 0, in_place),
+        Candidate("shared_memory", _shared_memory_problem(facts), 0, 0, in_place),
+        Candidate("all_to_all", "", away * (out + back), abroad * (out + back), (11 * slots + 1) * row),
+        _all_gather(facts, traffic, away, abroad),
+        _hierarchical(facts, traffic, away, abroad),
     ]
-    picked = min((c for c in found if not c.problem), key=lambda c: c.cost)
+    picked = min((c for c in found if not c.problem and not c.if_asked), key=lambda c: c.cost)
     return Choice(picked.backend, facts, traffic, tuple(found))
+
+
+def _all_gather(facts: GroupFacts, traffic: Traffic, away: float, abroad: float) -> Candidate:
+    row = traffic.hidden * traffic.item_bytes
+    world, slots = facts.world, traffic.top_k or 1
+    out, back = traffic.wire_row("dispatch"), traffic.wire_row("combine")
+    ring = (world - 1) * facts.hosts / world if facts.hosts > 1 else 0
+    if traffic.deterministic or traffic.payloads.of("combine").narrows(traffic.dtype):
+        wire, between = (world - 1) * out + away * back, ring * out + abroad * back
+        return Candidate("all_gather", "", wire, between, (2 * world + 7 * slots + 1) * row)
+    wide = max(4, traffic.item_bytes) / traffic.item_bytes
+    both = out + wide * row
+    copied = (2 * world + 4 * slots + wide * (world + 1)) * row
+    return Candidate("all_gather", "", (world - 1) * both, ring * both, copied)
+
+
+def _hierarchical(facts: GroupFacts, traffic: Traffic, away: float, abroad: float) -> Candidate:
+    row, slots = traffic.hidden * traffic.item_bytes, traffic.top_k or 1
+    out, back = traffic.wire_row("dispatch"), traffic.wire_row("combine")
+    others = (facts.hosts - 1) * (1 - (1 - 1 / facts.hosts) ** slots)
+    if traffic.deterministic:
+        between, copied = others * out + abroad * back, (4 * others + 11 * slots + 5) * row
+    else:
+        between, copied = others * (out + back), (8 * others + 7 * slots + 5) * row
+    shares = facts.native and facts.device == "cpu"
+    inside = 0 if shares else 2 * (away - abroad) * row
+    if_asked = "" if facts.device == "cpu" else f"it has not been measured on {facts.device}"
+    return Candidate("hierarchical", _hierarchical_problem(facts), between + inside, between, copied, if_asked)
 
 
 _LOCAL = "this group has {world} ranks and 'local' sends nothing between them; use 'auto', or no group"
@@ -136,7 +183,20 @@ def _shared_memory_problem(facts: GroupFacts) -> str:
     if facts.device != "cpu":
         return f"it moves rows in CPU memory and these are on {facts.device}; use 'all_to_all'"
     if facts.hosts > 1:
-        return f"the ranks are on {facts.hosts} hosts; use 'all_to_all' between hosts"
+        return f"the ranks are on {facts.hosts} hosts; use 'all_to_all' between hosts, or 'hierarchical'"
     if not facts.native:
         return "the native core moe_comm._C is not built on every rank; run `pip install -e .`, or use 'all_to_all'"
+    return ""
+
+
+def _hierarchical_problem(facts: GroupFacts) -> str:
+    if facts.hosts == 1:
+        return "all ranks are on one host; use 'shared_memory' or 'all_to_all'"
+    if not facts.host_by_host:
+        return (
+            "hosts have different numbers of ranks, or ranks of a host are not next to each other; number the ranks "
+            "host by host, or use 'all_to_all'"
+        )
+    if facts.hosts == facts.world:
+        return "every host has one rank, so there is nobody to forward to; use 'all_to_all'"
     return ""

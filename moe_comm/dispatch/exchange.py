@@ -11,18 +11,22 @@ import math
 import warnings
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from moe_comm.dispatch.channel import Channel
+from moe_comm.dispatch.channel import Channel, Coming
 from moe_comm.dispatch.header import COLLECTIVE, Header, failure, fault_word, other_collective
 from moe_comm.dispatch.plain import added_in_order
 from moe_comm.errors import HeapError
 from moe_comm.runtime.meter import COMMUNICATION
 from moe_comm.runtime.shared import DTYPE_CODES, SharedGroup, block, native, warm
 
+if TYPE_CHECKING:
+    from moe_comm._C import Heap
+
+T = TypeVar("T")
 Run = Callable[[tuple[Any, ...], int], None]
 """Takes what all calls of the native core begin with, and the address of the result."""
 
@@ -46,7 +50,8 @@ class SharedChannel(Channel):
     def share(self, shared: SharedGroup) -> None:
         """Use ``shared``, which belongs to the same group. Every rank calls this at the same place."""
         self._core = native()
-        self._exchange = self._core.Exchange(shared.communicator, torch.get_num_threads())
+        self._threads = torch.get_num_threads()
+        self._exchange = self._core.Exchange(shared.communicator, self._threads)
         self._shared = shared
 
     def compare(self, doing: str, x: Tensor) -> None:
@@ -63,22 +68,28 @@ class SharedChannel(Channel):
         if odd:
             raise other_collective(self.rank, self._calls, doing, f"ranks {odd} are in another")
 
+    def agree(self, doing: str, x: Tensor) -> None:
+        """As ``compare``, before transfers that never compare by themselves (``rotate``): through shared memory where
+        there is some, else if ``checked``."""
+        if self._takes(x):
+            self.all_gather(torch.zeros(1), doing)
+        else:
+            self.compare(doing, x)
+
     def sums(self, x: Tensor) -> bool:
         """As ``Channel.sums``; shared memory adds in fp32, in order of rank, and rounds once."""
-        return self._adds(x) or super().sums(x)
+        return self.adds(x) or super().sums(x)
 
-    def start_all_gather(self, tensor: Tensor, doing: str) -> Callable[[], Tensor]:
+    def start_all_gather(self, tensor: Tensor, doing: str) -> Coming:
         """As ``Channel.start_all_gather``. Through shared memory it is done at once: copying is work of this core."""
 
         def gather(offer: tuple[Any, ...], out: int) -> None:
             self._exchange.copy(*offer, 0, tensor.nbytes, out)
 
         done = self._share(tensor, (self.world, *tensor.shape), gather, doing) if self._takes(tensor) else None
-        return super().start_all_gather(tensor, doing) if done is None else lambda: done
+        return super().start_all_gather(tensor, doing) if done is None else Coming.here(done)
 
-    def start_all_to_all(
-        self, rows: Tensor, send: Sequence[int], receive: Sequence[int], doing: str
-    ) -> Callable[[], Tensor]:
+    def start_all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], doing: str) -> Coming:
         """As ``Channel.start_all_to_all``; done at once too."""
 
         def swap(offer: tuple[Any, ...], out: int) -> None:
@@ -87,10 +98,10 @@ class SharedChannel(Channel):
 
         equal = len({*send, *receive}) == 1
         done = self._share(rows, rows.shape, swap, doing) if equal and self._takes(rows) else None
-        return super().start_all_to_all(rows, send, receive, doing) if done is None else lambda: done
+        return super().start_all_to_all(rows, send, receive, doing) if done is None else Coming.here(done)
 
     def reduce_scatter(self, parts_WTD: Tensor, doing: str) -> Tensor:
-        if not self._adds(parts_WTD):
+        if not self.adds(parts_WTD):
             return super().reduce_scatter(parts_WTD, doing)
         shape = parts_WTD.shape[1:]
 
@@ -105,7 +116,7 @@ class SharedChannel(Channel):
         return added_in_order(Channel.start_all_to_all(self, parts_WTD, ones, ones, doing)())
 
     def all_reduce(self, tensor: Tensor, doing: str) -> Tensor:
-        if not self._adds(tensor):
+        if not self.adds(tensor):
             return super().all_reduce(tensor, doing)
 
         def add(offer: tuple[Any, ...], out: int) -> None:
@@ -114,11 +125,54 @@ class SharedChannel(Channel):
         done = self._share(tensor, tensor.shape, add if tensor.nbytes <= WHOLE_BYTES else None, doing)
         return added_in_order(Channel.start_all_gather(self, tensor, doing)()) if done is None else done
 
+    def adds(self, x: Tensor) -> bool:
+        """Whether tensors like ``x`` travel through shared memory and can be added up there; alike on every rank whose
+        ``x`` has the same dtype."""
+        return x.dtype in DTYPE_CODES and self._takes(x)
+
+    def meet(
+        self, num_bytes: int, dtype: torch.dtype, doing: str, offer: Callable[[Heap], Tensor], body: Callable[[Any], T]
+    ) -> T | None:
+        """One operation in which peers come while this rank computes: ``body`` runs with the native core's
+        ``Rendezvous``. Only where ``adds`` says so.
+
+        Args:
+            num_bytes, dtype, doing: what ranks must agree on.
+            offer: makes the block that this rank offers, with what can be read at once in it.
+            body: must be able to run again in another way; asks for each peer, and keeps no peer's memory.
+
+        Returns:
+            What ``body`` returns; None if a rank has no room for its offer. All ranks learn so.
+
+        Raises:
+            RankMismatch: on every rank. PeerDied, PeerTimeout: a rank is gone or stuck. PeerError: it failed in its
+            ``body``, as the peers of this rank get if this ``body`` raises anything.
+        """
+        assert self._shared is not None
+        fault: HeapError | None = None
+        offered = torch.empty(0, dtype=dtype)
+        try:
+            offered = offer(self._shared.heap)
+        except HeapError as error:
+            fault = error.with_traceback(None)
+        header, said = self._say(num_bytes, dtype, doing, offered, fault)
+        rendezvous = None
+        try:
+            with COMMUNICATION:
+                rendezvous = self._core.Rendezvous(self._shared.communicator, self._threads, *said)
+            result = body(rendezvous)
+            with COMMUNICATION:
+                rendezvous.finish()
+            return result
+        except self._core.HandshakeFailed as error:
+            self._no_room(error, header, "another way")
+            return None
+        finally:
+            if rendezvous is not None:
+                rendezvous.abandon()  # does nothing once it is finished
+
     def _takes(self, x: Tensor) -> bool:
         return self._shared is not None and self.sharing and x.device.type == "cpu" and self.failed is None
-
-    def _adds(self, x: Tensor) -> bool:
-        return x.dtype in DTYPE_CODES and self._takes(x)
 
     def _share(self, x: Tensor, shape: Sequence[int], run: Run | None, doing: str) -> Tensor | None:
         """[*shape] that ``run`` makes of the ranks' ``x``, or, without it, their sum, added up where it is offered.
@@ -126,18 +180,15 @@ class SharedChannel(Channel):
         None: if a rank has no room for it, all ranks learn so, and go over the backend.
         """
         assert self._shared is not None
-        self._calls += 1
         fault: HeapError | None = None
         offer = out = x
         try:
             offer, out = _offer(x, self._shared), _empty(shape, x.dtype)
         except HeapError as error:
             fault = error
-        header = Header(COLLECTIVE, self._calls, x.nbytes, x.dtype, 0, 0, False, doing, fault)
-        said = (header.compared(), doing, fault_word(fault), str(fault or ""), offer.data_ptr(), offer.nbytes)
+        header, said = self._say(x.nbytes, x.dtype, doing, offer, fault)
         try:
             with COMMUNICATION:
-                self._shared.communicator.set_timeout(self.timeout_s)
                 if run is not None:
                     run(said, out.data_ptr())
                     return out
@@ -145,16 +196,34 @@ class SharedChannel(Channel):
             # Not the offer itself: who keeps it would fill the shared memory that dispatch needs.
             return out.copy_(offer)
         except self._core.HandshakeFailed as error:
-            found = failure(error.headers, self.rank, header)
+            self._no_room(error, header, "over the group's backend")
+            return None
+
+    def _say(
+        self, num_bytes: int, dtype: torch.dtype, doing: str, offer: Tensor, fault: HeapError | None
+    ) -> tuple[Header, tuple[Any, ...]]:
+        """The next call's header, and what all calls of the native core begin with."""
+        assert self._shared is not None
+        self._calls += 1
+        self._shared.communicator.set_timeout(self.timeout_s)
+        header = Header(COLLECTIVE, self._calls, num_bytes, dtype, 0, 0, False, doing, fault)
+        return header, (header.compared(), doing, fault_word(fault), str(fault or ""), offer.data_ptr(), offer.nbytes)
+
+    def _no_room(self, error: Any, header: Header, instead: str) -> None:
+        """Raise what made the handshake fail, but if a rank has no room: that only warns."""
+        found = failure(error.headers, self.rank, header)
+        said = str(found)
+        try:
             if not isinstance(found, HeapError):
                 raise found from None
-            warnings.warn(
-                f"{found}; {doing} goes over the group's backend instead, which is slower. Enlarge /dev/shm "
-                "(docker run --shm-size) or set CollectiveOptions(shared_memory=False)",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-            return None
+        finally:
+            del found, error  # their tracebacks have this frame and, below it, what stands in the heap
+        warnings.warn(
+            f"{said}; {header.label} goes {instead} instead, which is slower. Enlarge /dev/shm "
+            "(docker run --shm-size) or set CollectiveOptions(shared_memory=False)",
+            RuntimeWarning,
+            stacklevel=5,
+        )
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

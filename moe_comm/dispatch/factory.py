@@ -13,11 +13,12 @@ from moe_comm.dispatch.channel import Channel
 from moe_comm.dispatch.choice import Choice, GroupFacts, Traffic, choose
 from moe_comm.dispatch.handshake import digest, meet
 from moe_comm.dispatch.local import LocalDispatcher
+from moe_comm.dispatch.relay_routes import HostMap
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.runtime.shared import host_word, native_is_built
 from moe_comm.topology import ExpertPlacement
 
-BACKENDS = ("auto", "local", "shared_memory", "all_to_all", "all_gather")
+BACKENDS = ("auto", "local", "shared_memory", "all_to_all", "all_gather", "hierarchical")
 
 
 def make_dispatcher(
@@ -37,7 +38,7 @@ def make_dispatcher(
         backend: one of ``BACKENDS``; ``auto`` takes the cheapest that works for this group, see ``explain_choice``.
             A group of one rank gets ``local`` whatever is asked: the bits are the same.
         experts_per_rank: how many experts each rank holds; balanced if not given.
-        traffic: what is expected to move; ``auto`` weighs ``all_to_all`` against ``all_gather`` with it.
+        traffic: what is expected to move; ``auto`` weighs ``all_to_all``, ``all_gather`` and ``hierarchical`` with it.
         device: where rows will be; if not given, CUDA where the group has NCCL, else the CPU.
 
     Raises:
@@ -106,8 +107,19 @@ def _meet(
     same["payloads"] = digest(options.payloads)
     told = {"host": host_word(), "native": int(native_is_built())}
     found = meet(channel, group, "a dispatcher", same, told, fault)
-    facts = GroupFacts(world, len(set(found["host"])), all(found["native"]), where.type, dist.get_backend(group))
+    hosts = found["host"]
+    facts = GroupFacts(
+        world, len(set(hosts)), all(found["native"]), where.type, dist.get_backend(group), _host_by_host(hosts)
+    )
     return choose(facts, traffic or _traffic(options))
+
+
+def _host_by_host(hosts: Sequence[int]) -> bool:
+    try:
+        HostMap.of(hosts)
+    except ConfigError:
+        return False
+    return True
 
 
 def _traffic(options: DispatchOptions) -> Traffic:
@@ -129,6 +141,10 @@ def _build(
         from moe_comm.dispatch.shared_memory import SharedMemoryDispatcher
 
         return SharedMemoryDispatcher(placement, group, rank, options)
+    if picked == "hierarchical":
+        from moe_comm.dispatch.hierarchical import HierarchicalDispatcher
+
+        return HierarchicalDispatcher(placement, group, rank, options)
     if picked == "all_gather":
         from moe_comm.dispatch.all_gather import AllGatherDispatcher
 

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_comm.runtime.memory import warm_rows
+
 LANES = 32
 
 
@@ -108,13 +110,16 @@ def take_rows(rows_RD: Tensor, place_T: Tensor) -> Tensor:
 
 def weighted_sum(rows_RD: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
     """[T, D] sum of each token's rows in slot order, in the dtype of ``rows_RD``; wide weights, or None for ones."""
-    wide = wide_dtype(rows_RD.dtype)
-    total = rows_RD.new_zeros(place_TK.shape[0], rows_RD.shape[1], dtype=wide)
-    if weights_TK is not None:
-        weights_TK = weights_TK.to(wide).masked_fill(place_TK < 0, 0.0)
-    for k in range(place_TK.shape[1]):
-        row = take_rows(rows_RD, place_TK[:, k])
-        total += row if weights_TK is None else row.mul_(weights_TK[:, k, None])
+    wide, shape = wide_dtype(rows_RD.dtype), (place_TK.shape[0], rows_RD.shape[1])
+    total = warm_rows(*shape, wide, rows_RD.device).zero_()
+    if rows_RD.shape[0]:
+        away_KT, from_KT = (place_TK < 0).T.contiguous(), place_TK.clamp(min=0).T.contiguous()
+        weights_KT = None if weights_TK is None else weights_TK.T.to(wide).masked_fill(away_KT, 0.0)
+        taken_TD = warm_rows(*shape, rows_RD.dtype, rows_RD.device)  # one for all slots
+        for k in range(place_TK.shape[1]):
+            row = torch.index_select(rows_RD, 0, from_KT[k], out=taken_TD).to(wide)
+            row.masked_fill_(away_KT[k].unsqueeze(1), 0.0)
+            total += row if weights_KT is None else row.mul_(weights_KT[k].unsqueeze(1))
     return total.to(rows_RD.dtype)
 
 

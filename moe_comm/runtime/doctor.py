@@ -315,6 +315,8 @@ def _backends(notes: _Notes, native: Any) -> None:
     over = f"any ranks, over {' or '.join(transports)}" if transports else "cannot run"
     for name in ("all_to_all", "all_gather"):
         can[name] = (bool(transports), over, "" if transports else "needs a torch with torch.distributed and gloo")
+    works, _, advice = can["all_to_all"]
+    can["hierarchical"] = (works, f"ranks of several hosts, over {' or '.join(transports)}" if works else over, advice)
     notes.data["backends"] = {name: {"works": works, "how": how} for name, (works, how, _) in can.items()}
     for name, (works, how, advice) in can.items():
         notes.add("backends", name, "ok" if works else "missing", how, advice)

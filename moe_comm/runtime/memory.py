@@ -1,4 +1,4 @@
-"""Where layers take large buffers from."""
+"""Where layers and operators take large buffers from."""
 
 from __future__ import annotations
 
@@ -38,3 +38,9 @@ def warm_like(x: Tensor) -> Tensor:
     if x.dim() == 3 and x.transpose(1, 2).is_contiguous() and x.numel():
         return warm_like(x.transpose(1, 2)).transpose(1, 2)
     return torch.empty_like(x)
+
+
+def take(rows_RX: Tensor, index_N: Tensor) -> Tensor:
+    """[N, X] the rows at ``index_N``, int64, in memory as ``warm_rows`` gives. No autograd."""
+    out_NX = warm_rows(index_N.shape[0], rows_RX.shape[1], rows_RX.dtype, rows_RX.device)
+    return torch.index_select(rows_RX, 0, index_N, out=out_NX)

@@ -108,9 +108,13 @@ WARM_BYTES = 128 << 10
 
 def warm(rows: int, width: int, dtype: torch.dtype) -> Tensor:
     """Uninitialised [rows, width] CPU tensor; a large one from the private heap, whose pages are already mapped."""
-    if rows * width * dtype.itemsize < WARM_BYTES or dtype not in DTYPE_CODES:
+    size = rows * width * dtype.itemsize
+    if size < WARM_BYTES:
         return torch.empty(rows, width, dtype=dtype)
-    return block(private_heap(), rows, width, dtype)
+    if dtype in DTYPE_CODES:
+        return block(private_heap(), rows, width, dtype)
+    words = block(private_heap(), 1, -(-size // 4), torch.float32).view(-1).view(torch.uint8)
+    return words[:size].view(dtype).view(rows, width)
 
 
 def host_key() -> str:

@@ -15,7 +15,7 @@ from tests.dispatch.cases import CASES, Case
 from tests.dispatch.workers import INPUT_FAULTS, Job, Result
 from tests.pool import RankPool
 
-BACKENDS = ("all_to_all", "all_gather", "shared_memory")
+BACKENDS = ("all_to_all", "all_gather", "shared_memory", "hierarchical")
 WORLDS = (2, 4, 8)
 NAMES = [case.name for case in CASES]
 

@@ -29,6 +29,12 @@ HOST = GroupFacts(world=4, hosts=1, native=True, device="cpu", transport="gloo")
         (replace(HOST, hosts=2), Traffic(), "all_to_all"),
         (replace(HOST, hosts=2), Traffic(top_k=8), "all_gather"),
         (replace(HOST, hosts=2, world=16), Traffic(top_k=8), "all_to_all"),
+        (replace(HOST, hosts=2, host_by_host=True), Traffic(top_k=8), "hierarchical"),
+        (replace(HOST, hosts=2, host_by_host=True), Traffic(top_k=8, deterministic=False), "hierarchical"),
+        (replace(HOST, hosts=4, world=16, host_by_host=True), Traffic(top_k=8), "hierarchical"),
+        (replace(HOST, hosts=2, host_by_host=True), Traffic(top_k=1), "all_to_all"),
+        (replace(HOST, hosts=4, host_by_host=True), Traffic(top_k=2), "all_to_all"),
+        (replace(HOST, hosts=2, host_by_host=True, device="cuda", transport="nccl"), Traffic(top_k=8), "all_gather"),
         (replace(HOST, device="cuda", transport="nccl"), Traffic(top_k=2), "all_to_all"),
         (replace(HOST, device="cuda", transport="nccl"), Traffic(top_k=8), "all_gather"),
     ],
@@ -44,6 +50,7 @@ def test_the_explanation_names_every_backend_its_cost_and_why_not() -> None:
     text = str(choose(replace(HOST, hosts=3, native=False), Traffic(top_k=8, hidden=1000, item_bytes=2)))
     assert all(name in text for name in BACKENDS if name != "auto")
     assert "no: the ranks are on 3 hosts; use 'all_to_all' between hosts" in text
+    assert "hosts have different numbers of ranks" in text
     assert "24.0" in text, "all_to_all: 2 * 8 * 3/4 rows of 2 KB leave for each token"
 
 

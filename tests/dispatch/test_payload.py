@@ -352,7 +352,7 @@ def count_on(dispatcher: Any) -> dict[str, int]:
             counted(tensor, doing)
             return super().all_gather(tensor, doing)
 
-    dispatcher._channel.__class__ = Counting
+    dispatcher.channel.__class__ = Counting
     return sent
 
 
@@ -391,7 +391,7 @@ def with_groups(rank: int, world: int, how: tuple[str, int, bool]) -> tuple[bool
         dispatcher = workers.build(
             case, dist.group.WORLD, Job(backend, deterministic=False, payloads=payloads), rank, world
         )
-        sent = count_on(dispatcher) if hasattr(dispatcher, "_channel") else {}
+        sent = count_on(dispatcher) if hasattr(dispatcher, "channel") else {}
         own = dispatcher.local_experts
         found.append(workers.layer(dispatcher, case, part, torch.ones(len(own), case.hidden)))
     plain, grouped = found

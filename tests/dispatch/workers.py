@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moe_comm.dispatch import Dispatcher, DispatchOptions, Layout, Payloads, make_dispatcher
+from moe_comm.dispatch.hierarchical import HierarchicalDispatcher
 from moe_comm.dispatch.local import LocalDispatcher
 from moe_comm.topology import ExpertPlacement
 from tests.dispatch import cases
@@ -139,10 +140,18 @@ def to_device(batch: Batch, device: str) -> Batch:
     return Batch(*(t.to(device) for t in (batch.x_TD, batch.ids_TK, batch.weights_TK, batch.grad_TD)))
 
 
+def two_hosts(world: int) -> list[int]:
+    """Hosts of ``world`` ranks that are all on this machine: as if on two."""
+    return [rank * 2 // world for rank in range(world)]
+
+
 def build(case: Case, group: Any, job: Job, rank: int, world: int) -> Dispatcher:
     """The dispatcher for one case."""
     if job.backend == "plain":
         return LocalDispatcher(ExpertPlacement.balanced(case.num_experts, 1), None, 0, job.options)
+    if job.backend == "hierarchical":
+        placement = ExpertPlacement.of(case.num_experts, world, case.experts_per_rank(world))
+        return HierarchicalDispatcher(placement, group, rank, job.options, two_hosts(world))
     return make_dispatcher(
         case.num_experts,
         group,
