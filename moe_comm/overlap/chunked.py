@@ -9,6 +9,9 @@ Each rank's S rows are cut into chunks; a chunk of all ranks travels in one asyn
     scattered_mm    GEMM      [chunk 0  ][chunk 1  ][chunk 2  ][ what the caller has yet to do ]
                     network              [chunk 0]  [chunk 1]  [chunk 2]     the last wait is for what is left of it
 
+One chunk is one step after the other: one transfer, and one product over all ranks' rows. Few rows are best served so
+(their products are all overhead), and ``Overlap("auto")`` finds where that ends: ``overlap/tuning.py``.
+
 Chunks are whole tiles of rows and products are ``row_invariant_mm``: the bits do not depend on the number of chunks.
 Sums over ranks are added in order of rank, in fp32, and rounded once, as the collectives in ``layers`` do.
 """
@@ -17,19 +20,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_comm.dispatch.channel import Channel
 from moe_comm.dispatch.channels import channel_of
 from moe_comm.dispatch.exchange import SharedChannel
 from moe_comm.dispatch.plain import added_in_order
 from moe_comm.errors import InputError
 from moe_comm.kernels.row_invariant import TILE, row_invariant_mm
+from moe_comm.overlap.cost import Work
 from moe_comm.overlap.ring import Ring
 from moe_comm.overlap.tiles import at_least_one, chunk_rows
+from moe_comm.overlap.tuning import choose
 
+DEFAULT_CHUNKS = 4
+Chosen = Literal["auto", "adaptive"]
 Seen = Callable[["Arrival"], None] | None
 
 
@@ -37,26 +47,39 @@ Seen = Callable[["Arrival"], None] | None
 class Overlap:
     """How an operator overlaps its collective.
 
-    chunks: parts in which a rank's rows travel. 1: all at once.
-    chunk_bytes: no smaller parts than this, and so fewer: each costs a round trip, which must be short beside it.
+    chunks: parts in which a rank's rows travel. 1: all at once, and one step after the other. "auto": as ``moe-comm
+        tune`` measured on this machine, else as a cost model predicts from the group's own rates; every rank does as
+        the group's first, which tells the others when an operator of a shape is first called. "adaptive": an MoE layer
+        tries them while it runs, and keeps the fastest (``overlap.degree``); other layers do as with "auto".
+    chunk_bytes: no smaller parts than this, and so fewer: each costs a round trip, which must be short beside it. Not
+        for "auto", which knows what a round trip costs.
     deterministic: weight gradients are one product over all rows, the same bits for every number of chunks, and wait
         for the last of them. False: they are added up as rows arrive, which hides more.
 
     Raises:
-        ConfigError: chunks is not a whole number of at least 1.
+        ConfigError: chunks is neither a whole number of at least 1 nor "auto" or "adaptive".
     """
 
-    chunks: int = 4
+    chunks: int | Chosen = DEFAULT_CHUNKS
     chunk_bytes: int = 128 << 10
     deterministic: bool = True
 
     def __post_init__(self) -> None:
-        at_least_one("chunks", self.chunks)
+        if self.chunks not in get_args(Chosen):
+            at_least_one("chunks", self.chunks)  # type: ignore[arg-type]
         at_least_one("chunk_bytes", self.chunk_bytes)
 
     def chunks_of(self, num_bytes: int) -> int:
-        """In how many parts ``num_bytes`` travel."""
-        return min(self.chunks, max(1, num_bytes // self.chunk_bytes))
+        """In how many parts ``num_bytes`` travel; by name, where no more than that is known, ``DEFAULT_CHUNKS``."""
+        chunks = DEFAULT_CHUNKS if isinstance(self.chunks, str) else self.chunks
+        return min(chunks, max(1, num_bytes // self.chunk_bytes))
+
+    def chunks_for(self, work: Work, channel: Channel, device: torch.device) -> int:
+        """In how many parts the rows of ``work`` travel over ``channel``. With "auto" the first call for a group, and
+        for a shape, is collective."""
+        if isinstance(self.chunks, str):
+            return choose(work, channel, device).chunks
+        return self.chunks_of(work.part_bytes)
 
 
 @dataclass(frozen=True)
@@ -72,68 +95,99 @@ class Lines:
     doing: str
 
     @classmethod
-    def of(cls, group: ProcessGroup, rows: int, like: Tensor, columns: int, overlap: Overlap, doing: str) -> Lines:
-        """For ``rows`` rows a rank, which travel as ``columns`` elements like those of ``like``. The first call for a
-        group is collective."""
+    def of(cls, group: ProcessGroup, work: Work, like: Tensor, overlap: Overlap) -> Lines:
+        """For ``work``, whose rows travel as elements like those of ``like``. The first call for a group is
+        collective."""
         channel = channel_of(group)
-        chunks = overlap.chunks_of(rows * columns * like.element_size())
-        doing = f"{doing}, {rows} x {columns} by {chunks}"
+        chunks = overlap.chunks_for(work, channel, like.device)
+        doing = f"{work} by {chunks}"
         channel.compare(doing, like)
-        ends = chunk_rows([rows], chunks, TILE)[0].cumsum().tolist()
-        spans = tuple((first, end) for first, end in zip([0, *ends[:-1]], ends, strict=True) if end > first)
-        return cls(channel, Ring(channel.rank, channel.world), spans, doing)
+        return cls(channel, ring_of(channel.rank, channel.world), spans_of(work.rows // work.world, chunks), doing)
 
     def start_gather(self, x_SD: Tensor) -> Iterator[Arrival]:
-        """Begin to gather the ranks' rows; yields them as they arrive, this rank's own at once."""
+        """Begin to gather the ranks' rows; yields them as they arrive, this rank's own at once.
+
+        With one span all ranks' rows at once, the own ones among them.
+        """
         started = [(a, b, self.channel.start_all_gather(x_SD[a:b], self.doing)) for a, b in self.spans]
+        own, peers = self.ring.arrivals[0], self.ring.arrivals[1:]
 
         def arrivals() -> Iterator[Arrival]:
-            yield Arrival(self.ring.rank, 0, x_SD.shape[0], x_SD)
+            if len(started) == 1:
+                yield Arrival(slice(None), 0, x_SD.shape[0], started[0][2]())
+                return
+            yield Arrival(slice(own, own + 1), 0, x_SD.shape[0], x_SD[None])
             for first, end, arrived in started:
                 parts_WsD = arrived()
-                yield from (Arrival(peer, first, end, parts_WsD[peer]) for peer in self.ring.arrivals[1:])
+                for peer in peers:
+                    ranks = slice(peer, peer + 1)
+                    yield Arrival(ranks, first, end, parts_WsD[ranks])
 
         return arrivals()
 
 
+@lru_cache(maxsize=1024)
+def spans_of(rows: int, chunks: int) -> tuple[tuple[int, int], ...]:
+    """First and end row of each chunk that is not empty. Kept: few rows are computed in less time than this takes."""
+    ends = chunk_rows([rows], chunks, TILE)[0].cumsum().tolist()
+    return tuple((first, end) for first, end in zip([0, *ends[:-1]], ends, strict=True) if end > first)
+
+
+ring_of = lru_cache(maxsize=64)(Ring)
+
+
 @dataclass(frozen=True)
 class Arrival:
-    """Rows [first, end) of ``rank``, [end - first, D]."""
+    """Rows [first, end) of ``ranks``: of one, or all rows of all. rows: [ranks, end - first, D], dense."""
 
-    rank: int
+    ranks: slice
     first: int
     end: int
     rows: Tensor
 
     def of(self, whole_WSD: Tensor) -> Tensor:
-        """The same rows in a tensor of all ranks' rows."""
-        return whole_WSD[self.rank, self.first : self.end]
+        """A view of the same rows in a tensor of all ranks' rows, [ranks * (end - first), D]."""
+        return whole_WSD[self.ranks, self.first : self.end].flatten(0, 1)
+
+    def whole(self, ranks: int) -> bool:
+        """Whether these are all rows of all ``ranks``."""
+        return self.rows.shape[0] == ranks
 
 
 def gathered_mm(lines: Lines, arrivals: Iterator[Arrival], rows: int, b_DN: Tensor, also: Seen = None) -> Tensor:
     """[W, S, N] = the arriving [S, D] of every rank @ b. also: called with each arrival after its product."""
     y_WSN = b_DN.new_empty(lines.ring.world, rows, b_DN.shape[1])
     for arrival in arrivals:
-        row_invariant_mm(arrival.rows, b_DN, out=arrival.of(y_WSN))
+        row_invariant_mm(arrival.rows.flatten(0, 1), b_DN, out=arrival.of(y_WSN))
         if also is not None:
             also(arrival)
     return y_WSN
 
 
 def scattered_mm(lines: Lines, x_WSK: Tensor, b_KN: Tensor) -> Callable[[], Tensor]:
-    """Begin the sum over ranks of x @ b, of which each keeps its own rows; the call returned gives them, [S, N]."""
+    """Begin the sum over ranks of x @ b, of which each keeps its own rows; the call returned gives them, [S, N].
+
+    With one span: one product, and what comes out of the sum.
+    """
     world, rows, columns = lines.ring.world, x_WSK.shape[1], b_KN.shape[1]
     ones = [1] * world
-    started = []
-    for first, end in lines.spans:
-        parts_WsN = x_WSK.new_empty(world, end - first, columns)
-        for peer in lines.ring.scatters:
-            row_invariant_mm(x_WSK[peer, first:end], b_KN, out=parts_WsN[peer])
-        started.append((first, end, lines.channel.start_all_to_all(parts_WsN, ones, ones, lines.doing)))
+
+    def start(first: int, end: int) -> Callable[[], Tensor]:
+        if len(lines.spans) == 1:
+            parts_WsN = row_invariant_mm(x_WSK.flatten(0, 1), b_KN).view(world, rows, columns)
+        else:
+            parts_WsN = x_WSK.new_empty(world, end - first, columns)
+            for peer in lines.ring.scatters:
+                row_invariant_mm(x_WSK[peer, first:end], b_KN, out=parts_WsN[peer])
+        return lines.channel.start_all_to_all(parts_WsN, ones, ones, lines.doing)
+
+    started = [start(first, end) for first, end in lines.spans]
 
     def finish() -> Tensor:
+        if len(started) == 1:
+            return added_in_order(started[0]())
         y_SN = x_WSK.new_empty(rows, columns)
-        for first, end, arrived in started:
+        for (first, end), arrived in zip(lines.spans, started, strict=True):
             y_SN[first:end] = added_in_order(arrived())
         return y_SN
 
@@ -149,24 +203,33 @@ class WeightGradient:
     """
 
     def __init__(self, known_WSA: Tensor, width: int, known_is_grad: bool, deterministic: bool) -> None:
-        self._known, self._known_is_grad, self._deterministic = known_WSA, known_is_grad, deterministic
-        world, rows, known = known_WSA.shape
-        shape = (world, rows, width) if deterministic else (known, width) if known_is_grad else (width, known)
-        self._kept = known_WSA.new_empty(shape) if deterministic else known_WSA.new_zeros(shape)
+        self._known_WSA, self._width = known_WSA, width
+        self._known_is_grad, self._deterministic = known_is_grad, deterministic
+        self._arrived_WSB: Tensor | None = None
+        self._sum_ND: Tensor | None = None
 
     def add(self, arrival: Arrival) -> None:
         """Take in rows that have arrived."""
-        if self._deterministic:
-            arrival.of(self._kept).copy_(arrival.rows)
+        if not self._deterministic:
+            factors = self._factors(arrival.of(self._known_WSA), arrival.rows.flatten(0, 1))
+            if self._sum_ND is None:
+                self._sum_ND = exact_mm(*factors)
+            else:
+                with without_autocast(self._known_WSA):
+                    self._sum_ND.addmm_(*factors)
+        elif arrival.whole(self._known_WSA.shape[0]):
+            self._arrived_WSB = arrival.rows
         else:
-            with without_autocast(self._known):
-                self._kept.addmm_(*self._factors(arrival.of(self._known), arrival.rows))
+            if self._arrived_WSB is None:
+                self._arrived_WSB = arrival.rows.new_empty(*self._known_WSA.shape[:2], self._width)
+            arrival.of(self._arrived_WSB).copy_(arrival.rows[0])
 
     def result(self) -> Tensor:
         """[N, D], after all rows."""
-        if not self._deterministic:
-            return self._kept
-        return exact_mm(*self._factors(self._known.flatten(0, 1), self._kept.flatten(0, 1)))
+        if self._sum_ND is not None:
+            return self._sum_ND
+        assert self._arrived_WSB is not None
+        return exact_mm(*self._factors(self._known_WSA.flatten(0, 1), self._arrived_WSB.flatten(0, 1)))
 
     def _factors(self, known_TA: Tensor, arrived_TB: Tensor) -> tuple[Tensor, Tensor]:
         return (known_TA.t(), arrived_TB) if self._known_is_grad else (arrived_TB.t(), known_TA)

@@ -5,6 +5,8 @@ y = all_gather(x) @ weight.T          rank r computes its N columns of every ran
 forward    gather x by chunks         products of the own rows, then of each chunk as it arrives
 backward   grad @ weight by chunks,   while they are summed over the ranks, grad.T @ x of rows that are gathered
            reduce-scattered           again meanwhile (kept from forward they would cost W times the memory)
+
+Between CPU ranks that share memory rows are not sent, but read where they stand (``shared.py``).
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ from torch.distributed import ProcessGroup
 from moe_comm.dispatch.channels import channel_of, group_size
 from moe_comm.kernels.row_invariant import row_invariant_mm
 from moe_comm.kernels.wanted import wanted_gradients
-from moe_comm.overlap.chunked import Lines, Overlap, WeightGradient, check_linear, exact_mm, gathered_mm, scattered_mm
+from moe_comm.overlap.chunked import Lines, Overlap, WeightGradient, check_linear, gathered_mm
+from moe_comm.overlap.cost import Work
+from moe_comm.overlap.linear import Way, carried, product, product_gradients
+from moe_comm.overlap.shared import Traffic
 
 
 def gather_matmul(
@@ -52,37 +57,49 @@ def reference(x_SD: Tensor, weight_ND: Tensor, group: ProcessGroup | None) -> Te
     return row_invariant_mm(whole_WSD.flatten(0, 1), weight_ND.t())
 
 
+def _work(direction: str, x_SD: Tensor, w_ND: Tensor, group: ProcessGroup) -> Work:
+    world = group_size(group)
+    rows, sent, other = x_SD.shape[0] * world, x_SD.shape[1], w_ND.shape[0]
+    return Work("gather_matmul", direction, rows, sent, other, x_SD.dtype, world)
+
+
 class _GatherMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_SD: Tensor, w_ND: Tensor, group: ProcessGroup | None, overlap: Overlap) -> Tensor:
         ctx.save_for_backward(x_SD, w_ND)
         ctx.group, ctx.overlap = group, overlap
         if group_size(group) == 1:
-            return row_invariant_mm(x_SD, w_ND.t())
+            return product(x_SD, w_ND)
         assert group is not None
-        doing = f"gather_matmul of {tuple(x_SD.shape)}"
-        lines = Lines.of(group, x_SD.shape[0], x_SD, x_SD.shape[1], overlap, doing)
-        return gathered_mm(lines, lines.start_gather(x_SD), x_SD.shape[0], w_ND.t()).flatten(0, 1)
+        lines = Lines.of(group, _work("forward", x_SD, w_ND, group), x_SD, overlap)
+        rows = x_SD.shape[0]
+
+        def compute(way: Way) -> Tensor:
+            return gathered_mm(lines, way.start_gather(x_SD), rows, w_ND.t()).flatten(0, 1)
+
+        return carried(lines, Traffic(rows, x_SD, gathered_SD=x_SD), compute)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
+        if group_size(ctx.group) == 1:
+            return *product_gradients(ctx, grad_TN), None, None
         x_SD, w_ND = ctx.saved_tensors
         needs_x, needs_w = wanted_gradients(ctx)[:2]
-        if group_size(ctx.group) == 1:
-            grad_x = row_invariant_mm(grad_TN, w_ND) if needs_x else None
-            return grad_x, exact_mm(grad_TN.t(), x_SD) if needs_w else None, None, None
-        doing = f"gather_matmul backward of {tuple(x_SD.shape)}"
-        lines = Lines.of(ctx.group, x_SD.shape[0], x_SD, x_SD.shape[1], ctx.overlap, doing)
+        lines = Lines.of(ctx.group, _work("backward", x_SD, w_ND, ctx.group), x_SD, ctx.overlap)
         grad_WSN = grad_TN.contiguous().unflatten(0, (lines.ring.world, -1))
-        arrivals = lines.start_gather(x_SD) if needs_w else None
-        finish = scattered_mm(lines, grad_WSN, w_ND) if needs_x else None
-        grad_w = None
-        if arrivals is not None:
-            weight = WeightGradient(
-                grad_WSN, x_SD.shape[1], known_is_grad=True, deterministic=ctx.overlap.deterministic
-            )
-            for arrival in arrivals:
-                weight.add(arrival)
-            grad_w = weight.result()
-        return finish() if finish is not None else None, grad_w, None, None
+        columns = x_SD.shape[1]
+
+        def compute(way: Way) -> tuple[Tensor | None, Tensor | None]:
+            arrivals = way.start_gather(x_SD) if needs_w else None
+            finish = way.scattered_mm(grad_WSN, w_ND) if needs_x else None
+            grad_w = None
+            if arrivals is not None:
+                weight = WeightGradient(grad_WSN, columns, True, ctx.overlap.deterministic)
+                for arrival in arrivals:
+                    weight.add(arrival)
+                grad_w = weight.result()
+            return finish() if finish is not None else None, grad_w
+
+        traffic = Traffic(x_SD.shape[0], x_SD, x_SD if needs_w else None, columns if needs_x else None)
+        return *carried(lines, traffic, compute), None, None

@@ -1,0 +1,58 @@
+"""One expert's matrix product into a given place: the same bits for a row whichever rows of the expert come with it.
+
+BLAS adds in another order for fewer than ``FEW`` rows (a vector-matrix product), and at odd addresses. So few rows are
+padded, and what does not stand on a cache line is copied. Sizes that are no multiple of 16 still depend on the number
+of rows with some libraries; ``row_invariant.py`` rounds all of them up, at the price of copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ALIGNMENT = 64
+FEW = 4
+"""Rows from which the kernels seen (MKL, oneDNN) give a row the same bits in every product."""
+
+
+def align(x: Tensor) -> Callable[[Tensor], Tensor]:
+    """What makes slices of ``x`` along its first dimension aligned. There may be hundreds, so they are asked once."""
+    every = x.data_ptr() % ALIGNMENT == 0 and x.stride(0) * x.element_size() % ALIGNMENT == 0
+    return _as_it_is if every else _aligned
+
+
+def expert_mm(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None = None) -> None:
+    """out = a @ b + bias. ``a`` and ``b`` are aligned. The same bits for a row of ``a`` for every M."""
+    rows = a_MK.shape[0]
+    if rows < FEW:
+        padded = out_MN.new_empty(FEW, out_MN.shape[1])
+        _mm(F.pad(a_MK, (0, 0, 0, FEW - rows)), b_KN, padded, bias_N)
+        out_MN.copy_(padded[:rows])
+    else:
+        product_into(a_MK, b_KN, out_MN, bias_N)
+
+
+def product_into(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None = None) -> None:
+    """out = a @ b + bias, where M is no number of rows: for gradients of weights."""
+    into = out_MN if out_MN.data_ptr() % ALIGNMENT == 0 else torch.empty_like(out_MN)
+    _mm(a_MK, b_KN, into, bias_N)
+    if into is not out_MN:
+        out_MN.copy_(into)
+
+
+def _mm(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None) -> None:
+    if bias_N is None:
+        torch.mm(a_MK, b_KN, out=out_MN)
+    else:
+        torch.addmm(bias_N, a_MK, b_KN, out=out_MN)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x

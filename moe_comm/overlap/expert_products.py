@@ -1,0 +1,74 @@
+"""Products of experts whose rows come in pieces: checks, the reference, gradients of weights when all is there."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from torch import Tensor
+
+from moe_comm.dispatch.base import Dispatcher, Layout
+from moe_comm.errors import InputError
+from moe_comm.kernels.expert_mm import align, expert_mm, product_into
+from moe_comm.overlap.crossing import Piece
+from moe_comm.runtime.memory import warm_like
+
+
+def weights_fault(dispatcher: Dispatcher, w_EGD: Tensor, rows: Tensor, operator: str) -> InputError | None:
+    """What is wrong with the weights of the dispatcher's experts for ``rows`` [.., D]."""
+    experts = len(dispatcher.local_experts)
+    fits = w_EGD.dim() == 3 and w_EGD.shape[0] == experts and w_EGD.shape[2] == rows.shape[-1]
+    if fits and w_EGD.dtype == rows.dtype and w_EGD.device == rows.device:
+        return None
+    return InputError(
+        f"{operator} needs weights [{experts}, .., {rows.shape[-1]}] of this rank's experts for rows of {rows.dtype} "
+        f"on {rows.device}; got {tuple(w_EGD.shape)} {w_EGD.dtype} on {w_EGD.device}"
+    )
+
+
+def grouped_mm(rows_RD: Tensor, rows_per_expert: tuple[int, ...], w_EGD: Tensor) -> Tensor:
+    """[R, G] = rows @ w[e].T, expert by expert: the reference of what is computed in pieces. No autograd."""
+    h_RG = rows_RD.new_empty(rows_RD.shape[0], w_EGD.shape[1])
+    aligned, aligned_w = align(rows_RD), align(w_EGD)
+    for rows, h, w in zip(rows_RD.split(rows_per_expert), h_RG.split(rows_per_expert), w_EGD, strict=True):
+        if rows.shape[0]:
+            expert_mm(aligned(rows), aligned_w(w).t(), h)
+    return h_RG
+
+
+class ExpertGradients:
+    """grad.T @ rows of every expert: one product each, once all its rows are there; the same bits for any pieces.
+
+    Args:
+        grad_RG, rows_RD: filled piece by piece. like_EGD: the weights.
+    """
+
+    def __init__(self, layout: Layout, grad_RG: Tensor, rows_RD: Tensor, like_EGD: Tensor) -> None:
+        self._grads = grad_RG.split(layout.rows_per_expert)
+        self._rows = rows_RD.split(layout.rows_per_expert)
+        self._found = warm_like(like_EGD)
+        self._left = list(layout.rows_per_expert)
+        self._due = deque(expert for expert, rows in enumerate(self._left) if not rows)
+
+    def computed(self, piece: Piece) -> None:
+        """``piece`` of both is there."""
+        self._left[piece.expert] -= piece.end - piece.first
+        if not self._left[piece.expert]:
+            self._due.append(piece.expert)
+
+    def one(self) -> bool:
+        """Compute one expert's gradient; False: none is due."""
+        if not self._due:
+            return False
+        expert = self._due.popleft()
+        into, grad = self._found[expert], self._grads[expert]
+        if grad.shape[0]:
+            product_into(grad.t(), self._rows[expert], into)
+        else:
+            into.zero_()  # not None: an optimizer or a reduction over ranks treats the expert like any other
+        return True
+
+    def result(self) -> Tensor:
+        """[E, G, D], after all pieces."""
+        while self.one():
+            pass
+        return self._found

@@ -1,0 +1,65 @@
+"""What ``gather_matmul`` and ``matmul_scatter`` share: how their rows travel, and what they are on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+
+from moe_comm.kernels.row_invariant import row_invariant_mm
+from moe_comm.kernels.wanted import wanted_gradients
+from moe_comm.overlap.chunked import Arrival, Lines, exact_mm, scattered_mm
+from moe_comm.overlap.shared import Traffic, in_place, reads_in_place
+
+T = TypeVar("T")
+
+
+class Way(Protocol):
+    """How one pass moves rows between the ranks. What it begins has to be taken before the pass ends."""
+
+    def start_gather(self, x_SD: Tensor) -> Iterator[Arrival]:
+        """Every rank's rows as they arrive; one arrival's are valid until the next is asked for."""
+
+    def scattered_mm(self, x_WSK: Tensor, b_KN: Tensor) -> Callable[[], Tensor]:
+        """Begin the sum over ranks of x @ b; the call returned gives this rank's rows of it, [S, N]."""
+
+
+@dataclass(frozen=True)
+class Chunked:
+    """By chunks, over whatever the group's channel has."""
+
+    lines: Lines
+
+    def start_gather(self, x_SD: Tensor) -> Iterator[Arrival]:
+        return self.lines.start_gather(x_SD)
+
+    def scattered_mm(self, x_WSK: Tensor, b_KN: Tensor) -> Callable[[], Tensor]:
+        return scattered_mm(self.lines, x_WSK, b_KN)
+
+
+def carried(lines: Lines, traffic: Traffic, body: Callable[[Way], T]) -> T:
+    """What ``body`` computes, its rows moved in place between ranks that share memory, and by chunks otherwise.
+
+    Args:
+        body: begins what ``traffic`` says. It runs again if a rank's shared memory turns out to be full.
+    """
+    moves = traffic.gathered_SD is not None or traffic.sum_columns is not None
+    if moves and reads_in_place(lines, traffic.like):
+        done = in_place(lines, traffic, body)
+        if done is not None:
+            return done
+    return body(Chunked(lines))
+
+
+def product(x_RK: Tensor, w_NK: Tensor) -> Tensor:
+    """[R, N] = x @ w.T: both operators on one rank."""
+    return row_invariant_mm(x_RK, w_NK.t())
+
+
+def product_gradients(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Those of ``product``, of x and w as saved in ``ctx``; None where nobody wants one."""
+    x_RK, w_NK = ctx.saved_tensors
+    needs_x, needs_w = wanted_gradients(ctx)[:2]
+    return row_invariant_mm(grad_RN, w_NK) if needs_x else None, exact_mm(grad_RN.t(), x_RK) if needs_w else None

@@ -1,0 +1,147 @@
+"""Grouped GEMM + combine: the experts' last product, and its results back to their tokens (COMET, layer 1).
+
+y = sum over k of weights[t, k] * (rows @ w[e].T)        at the rank of token t
+
+forward    rows that leave first       while the results of a chunk travel, the next are computed; own rows last
+backward   gradients cross in chunks   own rows, then each chunk as it arrives: its products with w[e], and with the
+                                       results, which are the gradient of the weights; grad.T @ rows fills the waits
+
+COMET cuts the columns, so that the first sums of a token can be taken, and sent, after one slice of all its experts.
+Here the rows themselves go back, which keeps the bits at every number of ranks, and they can go as soon as they are
+computed, expert after expert, with whole products.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe_comm.dispatch import plain
+from moe_comm.dispatch.base import Layout
+from moe_comm.dispatch.channel import Coming
+from moe_comm.dispatch.handshake import describe
+from moe_comm.errors import InputError
+from moe_comm.kernels.expert_mm import align, expert_mm
+from moe_comm.kernels.wanted import wanted_gradients
+from moe_comm.overlap.crossing import Piece
+from moe_comm.overlap.expert_products import ExpertGradients, grouped_mm, weights_fault
+from moe_comm.overlap.passage import Homeward, Outward, Passage, follow, lead
+from moe_comm.runtime.memory import warm_rows
+
+
+def matmul_combine(rows_RF: Tensor, w_EDF: Tensor, weights_TK: Tensor, passage: Passage) -> Tensor:
+    """[T, D] the weighted sum of each token's experts. Collective; differentiable once.
+
+    Args:
+        rows_RF: [R, F] of this rank's experts, as ``dispatch_matmul`` gave them.
+        w_EDF: [E, D, F] of the same dtype; D is the width of the rows that were dispatched.
+        weights_TK: [T, K] routing weights.
+        passage: what ``dispatch_matmul`` returned.
+
+    Raises:
+        InputError: something does not fit; on every rank if the dispatcher is checked.
+        PeerDied, PeerTimeout: a rank is gone, or did not call in time.
+    """
+    layout = passage.layout
+    fault = weights_fault(passage.dispatcher, w_EDF, rows_RF, "matmul_combine")
+    if rows_RF.shape[0] != layout.num_rows or w_EDF.shape[1:2] != (layout.hidden,) or rows_RF.dtype != layout.dtype:
+        fault = fault or InputError(
+            f"matmul_combine needs rows [{layout.num_rows}, F] {layout.dtype} and weights [E, {layout.hidden}, F]; got "
+            f"{tuple(rows_RF.shape)} {rows_RF.dtype} and {tuple(w_EDF.shape)}"
+        )
+    if tuple(weights_TK.shape) != (layout.num_tokens, layout.top_k):
+        fault = fault or InputError(
+            f"matmul_combine needs weights [{layout.num_tokens}, {layout.top_k}]; got {tuple(weights_TK.shape)}"
+        )
+    if fault is not None:
+        passage.refuse("combine", fault)
+    return _MatmulCombine.apply(rows_RF, w_EDF, weights_TK, passage)  # type: ignore[no-any-return]
+
+
+def reference(rows_RF: Tensor, w_EDF: Tensor, weights_TK: Tensor, passage: Passage) -> Tensor:
+    """The forward pass one step after the other: the bits that ``matmul_combine`` must give."""
+    layout: Layout = passage.layout
+    return passage.dispatcher.combine(grouped_mm(rows_RF, layout.rows_per_expert, w_EDF), weights_TK, layout)
+
+
+class _MatmulCombine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_RF: Tensor, w_EDF: Tensor, weights_TK: Tensor, passage: Passage) -> Tensor:
+        results_RD = warm_rows(rows_RF.shape[0], w_EDF.shape[1], rows_RF.dtype, rows_RF.device)
+        homeward = Homeward(passage, results_RD, passage.begin("combine"))
+        rows_RF = rows_RF.contiguous()
+        aligned, aligned_w = align(rows_RF), align(w_EDF)
+
+        def compute(piece: Piece) -> None:
+            w = aligned_w(w_EDF[piece.expert])
+            expert_mm(aligned(rows_RF[piece.rows]), w.t(), results_RD[piece.rows])
+
+        lead(passage.crossing, compute, homeward.start)
+        wide_TK = weights_TK.to(passage.wide)
+        ctx.save_for_backward(rows_RF, w_EDF, wide_TK, results_RD if ctx.needs_input_grad[2] else None)
+        ctx.passage, ctx.weights_dtype = passage, weights_TK.dtype
+        return homeward.summed(wide_TK)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        rows_RF, w_EDF, wide_TK, results_RD = ctx.saved_tensors
+        passage: Passage = ctx.passage
+        needs_rows, needs_w, _, _ = wanted_gradients(ctx)
+        arriving = Gradients(passage, grad_TD, wide_TK)
+        grad_rows_RF = torch.empty_like(rows_RF)
+        weight = ExpertGradients(passage.layout, arriving.rows_RD, rows_RF, w_EDF) if needs_w else None
+        aligned_w = align(w_EDF)
+
+        def compute(piece: Piece) -> None:
+            grad = arriving.scaled(piece, results_RD)
+            if needs_rows:
+                expert_mm(grad, aligned_w(w_EDF[piece.expert]), grad_rows_RF[piece.rows])
+            if weight is not None:
+                weight.computed(piece)
+
+        spare = (lambda: False) if weight is None else weight.one
+        follow(arriving, passage.crossing, compute, lambda chunk: None, spare)
+        dots = arriving.start_dots(results_RD)
+        grad_w = None if weight is None else weight.result()
+        grad_TK = None if dots is None else dots().to(ctx.weights_dtype)
+        return grad_rows_RF if needs_rows else None, grad_w, grad_TK, None
+
+
+class Gradients(Outward):
+    """Gradients of tokens on their way to the experts, where they are multiplied with the routing weights."""
+
+    def __init__(self, passage: Passage, grad_TD: Tensor, weights_TK: Tensor) -> None:
+        header = passage.begin("combine backward")
+        self._passage, self._doing = passage, f"{describe(header)}, routing weights"
+        self._scales = passage.start_out(weights_TK.reshape(-1)[passage.routes.slot_S], self._doing)
+        self._weights_R: Tensor | None = None
+        self._dots_R: Tensor | None = None
+        super().__init__(
+            passage, grad_TD, header, lambda num: warm_rows(num, grad_TD.shape[1], grad_TD.dtype, grad_TD.device)
+        )
+
+    def scaled(self, piece: Piece, results_RD: Tensor | None) -> Tensor:
+        """The gradients of rows that have landed, times their weights; in place, and so once for each row.
+
+        Args:
+            results_RD: of the experts, for the gradient of the routing weights; None: it is not wanted.
+        """
+        if self._weights_R is None:
+            self._weights_R = self._scales()
+        grad = self.rows_RD[piece.rows]
+        if results_RD is not None:
+            if self._dots_R is None:
+                self._dots_R = self._weights_R.new_empty(results_RD.shape[0])
+            self._dots_R[piece.rows] = plain.lane_dot(grad, results_RD[piece.rows])
+        return grad.copy_(plain.scale(grad, self._weights_R[piece.rows]))
+
+    def start_dots(self, results_RD: Tensor | None) -> Coming | None:
+        """Begin to send the gradient of the routing weights home, [T, K] there; None if it is not wanted."""
+        if results_RD is None:
+            return None
+        dots_R = results_RD.new_empty(0, dtype=self._passage.wide) if self._dots_R is None else self._dots_R
+        return self._passage.start_back(dots_R, self._doing)

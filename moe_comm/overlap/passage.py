@@ -1,0 +1,225 @@
+"""One call of an expert-parallel layer whose rows cross in chunks, while the experts compute what has arrived.
+
+    tokens' side     ──chunk 0──▶──chunk 1──▶──chunk 2──▶ rows_RD        Outward: dispatch, and combine's backward
+                     ◀──chunk 0──◀──chunk 1──◀──chunk 2── results_RD     Homeward: combine, and dispatch's backward
+    experts' side    [ own rows ][ chunk 0 ][ chunk 1 ][ chunk 2 ]
+
+Every rank starts the same transfers in the same order: all chunks outward, then chunk after chunk homeward as they are
+computed. Own rows fill the wait for a chunk. Rows that cross are those that the dispatcher would move at once, in the
+same payload, and the sums are taken where it takes them: the same bits, whatever the chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from moe_comm.dispatch import plain
+from moe_comm.dispatch.all_to_all import AllToAllDispatcher, Routes
+from moe_comm.dispatch.base import Dispatcher, Layout
+from moe_comm.dispatch.channel import Coming
+from moe_comm.dispatch.handshake import describe
+from moe_comm.dispatch.header import Header
+from moe_comm.dispatch.payload import bytes_per_row, pack, unpack
+from moe_comm.errors import MoeCommError
+from moe_comm.overlap.chunked import Overlap
+from moe_comm.overlap.cost import Work
+from moe_comm.overlap.crossing import Board, Crossing, Piece, travelling_rows
+from moe_comm.runtime.memory import take, warm_rows
+
+
+@dataclass(frozen=True, eq=False)
+class Passage:
+    """Where the rows of one dispatch go, and in which chunks.
+
+    Attributes:
+        layout: as ``Dispatcher.dispatch`` gives it; its rows stand alike.
+    """
+
+    dispatcher: AllToAllDispatcher
+    layout: Layout
+    crossing: Crossing
+
+    @classmethod
+    def open(
+        cls, dispatcher: AllToAllDispatcher, x_TD: Tensor, ids_TK: Tensor, overlap: Overlap, width: int, label: str
+    ) -> tuple[Passage, Header]:
+        """Agree on a dispatch with the other ranks, as ``Dispatcher.dispatch`` does; and on its chunks.
+
+        Args:
+            width: columns, beside those that travel, of the product that a transfer hides behind; alike on every rank.
+
+        Raises:
+            InputError, RoutingError, RankMismatch: on every rank, before rows move.
+            PeerDied, PeerTimeout: a rank is gone, or did not call in time.
+        """
+        header = dispatcher.dispatch_header(x_TD, ids_TK, label)
+        layout = dispatcher.agree(x_TD, ids_TK, header)
+        rows_WE = layout.state.rows_WE
+        world, experts = dispatcher.world, dispatcher.num_experts
+        if isinstance(overlap.chunks, str):
+            mean = int(rows_WE.sum()) // world
+            work = Work(
+                "dispatch_matmul", "forward", mean, layout.hidden, width, layout.dtype, world, -(-experts // world)
+            )
+            chunks = overlap.chunks_for(work, dispatcher.channel, x_TD.device)
+        else:
+            away = travelling_rows(rows_WE, dispatcher.placement)
+            payload = dispatcher.options.payloads.of("dispatch")
+            chunks = overlap.chunks_of(away * bytes_per_row(layout.hidden, payload, layout.dtype))
+        crossing = Crossing.of(rows_WE, dispatcher.placement, dispatcher.rank, chunks, x_TD.device)
+        return cls(dispatcher, layout, crossing), header
+
+    @property
+    def wide(self) -> torch.dtype:
+        """What routing weights are multiplied in."""
+        return torch.promote_types(self.layout.dtype, torch.float32)
+
+    @property
+    def routes(self) -> Routes:
+        found: Routes = self.layout.state
+        return found
+
+    def header(self, op: str) -> Header:
+        """Of an operation that follows from the one before without a caller in between: it needs no handshake."""
+        return self.dispatcher.header(op, self.layout, False)
+
+    def begin(self, op: str) -> Header:
+        """The handshake of an operation, if checked."""
+        header = self.header(op)
+        self.dispatcher.agree_again(header, self.layout.device)
+        return header
+
+    def refuse(self, op: str, fault: MoeCommError) -> NoReturn:
+        """Raise ``fault`` in place of ``op``; on every rank if operations are checked."""
+        self.dispatcher.agree_again(replace(self.header(op), fault=fault), self.layout.device)
+        raise fault
+
+    def start_out(self, values_S: Tensor, doing: str) -> Coming:
+        """One number a slot to its expert's rank, [R] there."""
+        routes = self.routes
+        coming = self.dispatcher.channel.start_all_to_all(values_S, routes.send, routes.receive, doing)
+        by_expert = routes.by_expert_R
+        return coming if by_expert is None else coming.then(lambda arrived: arrived[by_expert])
+
+    def start_back(self, values_R: Tensor, doing: str) -> Coming:
+        """One number a row back to its slot, [T, K] there; 0 where a slot went nowhere."""
+        routes, layout = self.routes, self.layout
+        leaving = values_R if routes.by_source_R is None else values_R[routes.by_source_R]
+        coming = self.dispatcher.channel.start_all_to_all(leaving, routes.receive, routes.send, doing)
+
+        def to_slots(values_S: Tensor) -> Tensor:
+            flat = values_S.new_zeros(layout.num_tokens * layout.top_k)
+            flat[routes.slot_S] = values_S
+            return flat.view(layout.num_tokens, layout.top_k)
+
+        return coming.then(to_slots)
+
+
+class Outward:
+    """Rows of tokens on their way to the experts. ``rows_RD`` fills as chunks ``land``; own rows are there at once."""
+
+    def __init__(self, passage: Passage, rows_TD: Tensor, header: Header, alloc: Callable[[int], Tensor]) -> None:
+        self._crossing, layout = passage.crossing, passage.layout
+        self._payload = passage.dispatcher.options.payloads.of(header.op)
+        self._width, self._dtype = rows_TD.shape[1], rows_TD.dtype
+        token_S = passage.routes.slot_S // layout.top_k
+        packed_TX = pack(rows_TD, self._payload)
+        channel, doing = passage.dispatcher.channel, describe(header)
+        self._coming = [
+            channel.start_all_to_all(take(packed_TX, token_S[chunk.leaving_S]), chunk.send, chunk.receive, doing)
+            for chunk in self._crossing.chunks
+        ]
+        self.rows_RD = alloc(layout.num_rows)
+        self.rows_RD[self._crossing.own_R] = self._unpacked(take(packed_TX, token_S[self._crossing.own_slots]))
+
+    def ready(self, chunk: int) -> bool:
+        """Whether ``land`` would not wait."""
+        return self._coming[chunk].ready()
+
+    def land(self, chunk: int) -> None:
+        """Wait for a chunk and put its rows into ``rows_RD``. Chunks land in order."""
+        self.rows_RD[self._crossing.chunks[chunk].arriving_R] = self._unpacked(self._coming[chunk]())
+
+    def _unpacked(self, moved_RX: Tensor) -> Tensor:
+        return unpack(moved_RX, self._payload, self._width, self._dtype)
+
+
+class Homeward:
+    """Results of experts on their way back to the tokens."""
+
+    def __init__(self, passage: Passage, rows_RD: Tensor, header: Header) -> None:
+        self._passage, self._rows_RD = passage, rows_RD
+        self._payload, self._doing = passage.dispatcher.options.payloads.of(header.op), describe(header)
+        self._coming: list[Coming] = []
+
+    def start(self, chunk: int) -> None:
+        """Send the results of a chunk, which are all computed. Chunks start in order."""
+        part = self._passage.crossing.chunks[chunk]
+        packed_RX = pack(take(self._rows_RD, part.arriving_R), self._payload)
+        channel = self._passage.dispatcher.channel
+        self._coming.append(channel.start_all_to_all(packed_RX, part.receive, part.send, self._doing))
+
+    def summed(self, weights_TK: Tensor | None) -> Tensor:
+        """[T, D] the sum of each token's results, after all have been started."""
+        crossing, routes = self._passage.crossing, self._passage.routes
+        rows_RD = self._rows_RD
+        rows_SD = warm_rows(routes.slot_S.shape[0], rows_RD.shape[1], rows_RD.dtype, rows_RD.device)
+        rows_SD[crossing.own_slots] = self._unpacked(pack(take(rows_RD, crossing.own_R), self._payload))
+        for chunk, coming in zip(crossing.chunks, self._coming, strict=True):
+            rows_SD[chunk.leaving_S] = self._unpacked(coming())
+        return plain.weighted_sum(rows_SD, routes.place_TK, weights_TK)
+
+    def _unpacked(self, moved_SX: Tensor) -> Tensor:
+        return unpack(moved_SX, self._payload, self._rows_RD.shape[1], self._rows_RD.dtype)
+
+
+def follow(
+    outward: Outward,
+    crossing: Crossing,
+    compute: Callable[[Piece], None],
+    after: Callable[[int], None],
+    spare: Callable[[], bool] = lambda: False,
+) -> None:
+    """Compute all rows as they arrive: chunk by chunk, own rows in between while none has come.
+
+    Args:
+        after: called with each chunk once its rows are computed.
+        spare: does a part of other work while there is nothing to compute; False: there is none.
+    """
+    board = Board(crossing)
+    own = board.own()
+    for chunk in range(len(crossing.chunks)):
+        while not outward.ready(chunk):
+            piece = next(own, None)
+            if piece is not None:
+                compute(piece)
+            elif not spare():
+                break
+        outward.land(chunk)
+        for piece in board.arrived(chunk):
+            compute(piece)
+        after(chunk)
+    for piece in own:
+        compute(piece)
+
+
+def lead(crossing: Crossing, compute: Callable[[Piece], None], after: Callable[[int], None]) -> None:
+    """Compute all rows, those first that leave first; own rows last, while the others travel."""
+    for index, chunk in enumerate(crossing.chunks):
+        for piece in chunk.pieces:
+            compute(piece)
+        after(index)
+    for piece in crossing.own:
+        compute(piece)
+
+
+def overlaps(dispatcher: Dispatcher) -> bool:
+    """Whether rows can cross in chunks: over torch.distributed, each with its own scales. Shared memory, which moves
+    rows at once by the cores that compute, has nothing to hide."""
+    payloads = dispatcher.options.payloads
+    return type(dispatcher) is AllToAllDispatcher and payloads.invariant

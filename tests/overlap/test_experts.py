@@ -1,0 +1,324 @@
+"""dispatch_matmul, matmul_combine and the whole layer in flight: the bits of one step after the other."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from moe_comm.dispatch import DispatchOptions
+from moe_comm.dispatch.all_to_all import AllToAllDispatcher
+from moe_comm.dispatch.capacity import Capacity
+from moe_comm.dispatch.payload import Payloads
+from moe_comm.errors import InputError, PeerDied, RankMismatch, RoutingError
+from moe_comm.kernels.activations import activation_of
+from moe_comm.layers.grouped_mlp import grouped_mlp
+from moe_comm.layers.moe import MoELayer
+from moe_comm.layers.moe_config import MoEConfig, ZeroExperts
+from moe_comm.layers.router import RouterConfig
+from moe_comm.overlap import dispatch_matmul as first
+from moe_comm.overlap import matmul_combine as last
+from moe_comm.overlap.chunked import Overlap
+from moe_comm.overlap.experts import ExpertFlight, MLPWeights
+from moe_comm.topology import ExpertPlacement
+from tests.layers.reference import draw
+from tests.pool import RankPool
+
+D, F = 16, 32
+CHUNKS = (1, 2, 3, 8)
+ROUTINGS = ("random", "one expert", "no tokens on rank 0", "dropped", "few")
+
+
+def _routing(kind: str, rank: int, experts: int, top_k: int) -> Tensor:
+    """[T, K] ids; T differs from rank to rank."""
+    tokens = 0 if kind == "no tokens on rank 0" and rank == 0 else 3 if kind == "few" else 37 + 5 * rank
+    generator = torch.Generator().manual_seed(7 * rank + len(kind))
+    if not tokens:
+        return torch.empty(0, top_k, dtype=torch.int64)
+    if kind == "one expert":
+        return torch.full((tokens, 1), experts - 1).repeat(1, top_k)
+    ids = torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)])
+    if kind == "dropped":
+        ids[torch.rand(ids.shape, generator=generator) < 0.4] = -1
+    return ids
+
+
+def _dispatcher(rank: int, world: int, experts: int, payloads: Payloads | None = None) -> AllToAllDispatcher:
+    group = dist.group.WORLD
+    assert group is not None
+    options = DispatchOptions(timeout_s=20, **({} if payloads is None else {"payloads": payloads}))
+    return AllToAllDispatcher(ExpertPlacement.of(experts, world), group, rank, options)
+
+
+def _leaves(rank: int, local: int, ids: Tensor, dtype: torch.dtype, gated: bool = True) -> dict[str, Tensor]:
+    tokens, top_k = ids.shape
+    return {
+        "x": draw(tokens, D, seed=rank, dtype=dtype),
+        "weights": torch.softmax(draw(tokens, top_k, seed=20 + rank), -1),
+        "w13": draw(local, 2 * F if gated else F, D, seed=40 + rank, dtype=dtype),
+        "w2": draw(local, D, F, seed=60 + rank, dtype=dtype),
+        "b13": draw(local, 2 * F if gated else F, seed=80 + rank, dtype=dtype),
+        "b2": draw(local, D, seed=90 + rank, dtype=dtype),
+    }
+
+
+def _gradients(leaves: dict[str, Tensor], forward: Any, grad: Tensor) -> dict[str, Tensor]:
+    inputs = {name: value.clone().requires_grad_() for name, value in leaves.items()}
+    y = forward(**inputs)
+    y.backward(grad)
+    return {"y": y.detach()} | {name: value.grad for name, value in inputs.items() if value.grad is not None}
+
+
+def _same(found: dict[str, Any], wanted: dict[str, Tensor], where: str) -> None:
+    for name, value in found.items():
+        assert torch.equal(value, wanted[name]), f"{name} differs {where}"
+
+
+def _layer(rank: int, world: int, arg: tuple[str, torch.dtype, int, Payloads | None]) -> None:
+    kind, dtype, experts, payloads = arg
+    dispatcher = _dispatcher(rank, world, experts, payloads)
+    ids = _routing(kind, rank, experts, min(3, experts))
+    leaves = _leaves(rank, len(dispatcher.local_experts), ids, dtype)
+    grad = draw(ids.shape[0], D, seed=99 + rank, dtype=dtype)
+
+    def serial(x: Tensor, weights: Tensor, **w: Tensor) -> Tensor:
+        dispatched = dispatcher.dispatch(x, ids)
+        sizes = dispatched.layout.rows_per_expert
+        rows = grouped_mlp(dispatched.rows_RD, sizes, w["w13"], w["w2"], w["b13"], w["b2"], activation_of("swiglu"))
+        return dispatcher.combine(rows, weights, dispatched.layout)
+
+    wanted = _gradients(leaves, serial, grad)
+    for chunks in CHUNKS:
+        for recompute in (False, True):
+            overlapped = partial(_overlapped, dispatcher, ids, chunks, recompute)
+            _same(_gradients(leaves, overlapped, grad), wanted, f"with {chunks} chunks, recompute {recompute}")
+    with torch.no_grad():
+        assert torch.equal(overlapped(**leaves), wanted["y"])
+
+
+def _overlapped(
+    dispatcher: AllToAllDispatcher, ids: Tensor, chunks: int, recompute: bool, x: Tensor, weights: Tensor, **w: Tensor
+) -> Tensor:
+    flight = ExpertFlight.begin(dispatcher, x, ids, weights, Overlap(chunks, 1))
+    flight.compute(MLPWeights(w["w13"], w["w2"], w["b13"], w["b2"], activation_of("swiglu"), recompute))
+    return flight.result()
+
+
+@pytest.mark.parametrize("kind", ROUTINGS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_layer_in_flight_has_the_bits_of_one_step_after_the_other(
+    world: int, kind: str, request: pytest.FixtureRequest
+) -> None:
+    pool: RankPool = request.getfixturevalue(f"pool{world}")
+    pool.run(_layer, (kind, torch.float32, 7, None))
+
+
+@pytest.mark.parametrize(
+    "arg",
+    [
+        ("random", torch.bfloat16, 4, None),
+        ("random", torch.float32, 2, None),
+        ("random", torch.float32, 1, None),
+        ("random", torch.float32, 6, Payloads("fp8_block", "bf16", "bf16", "fp8_token")),
+    ],
+    ids=["bf16", "an expert a rank", "a rank without experts", "payloads"],
+)
+def test_so_it_has_in_other_dtypes_placements_and_payloads(arg: Any, pool2: RankPool) -> None:
+    pool2.run(_layer, arg)
+
+
+def _operators(rank: int, world: int, kind: str) -> None:
+    dispatcher = _dispatcher(rank, world, 5)
+    ids = _routing(kind, rank, 5, 2)
+    leaves = _leaves(rank, len(dispatcher.local_experts), ids, torch.float32, gated=False)
+    leaves = {name: leaves[name] for name in ("x", "weights", "w13", "w2")}
+    grad = draw(ids.shape[0], D, seed=99 + rank)
+
+    def both(chunks: int, x: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+        h, passage = first.dispatch_matmul(dispatcher, x, ids, w13, Overlap(chunks, 1))
+        assert torch.equal(h.detach(), first.reference(dispatcher, x.detach(), ids, w13.detach()))
+        y = last.matmul_combine(h, w2, weights, passage)
+        assert torch.equal(y.detach(), last.reference(h.detach(), w2.detach(), weights.detach(), passage))
+        return y
+
+    results = [_gradients(leaves, partial(both, chunks), grad) for chunks in CHUNKS]
+
+    def serial(x: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+        dispatched = dispatcher.dispatch(x, ids)
+        parts = dispatched.rows_RD.split(dispatched.layout.rows_per_expert)
+        rows = torch.cat([part @ a.T @ b.T for part, a, b in zip(parts, w13, w2, strict=True)])
+        return dispatcher.combine(rows, weights, dispatched.layout)
+
+    wanted = _gradients(leaves, serial, grad)
+    for chunks, found in zip(CHUNKS, results, strict=True):
+        _same(found, results[0], f"with {chunks} chunks")
+    for name, value in wanted.items():
+        torch.testing.assert_close(results[0][name], value, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ROUTINGS)
+def test_both_operators_have_the_bits_of_their_references(kind: str, pool2: RankPool, pool4: RankPool) -> None:
+    pool2.run(_operators, kind)
+    pool4.run(_operators, kind)
+
+
+def _frozen(rank: int, world: int, _: Any) -> None:
+    """Only some inputs want gradients, alike on every rank; and each is asked for by itself."""
+    dispatcher = _dispatcher(rank, world, 4)
+    ids = _routing("random", rank, 4, 2)
+    leaves = _leaves(rank, 2, ids, torch.float32)
+    grad = draw(ids.shape[0], D, seed=3)
+    overlapped = partial(_overlapped, dispatcher, ids, 2, False)
+    wanted = _gradients(leaves, overlapped, grad)
+    for name in leaves:
+        inputs = {other: value.clone().requires_grad_(other == name) for other, value in leaves.items()}
+        overlapped(**inputs).backward(grad)
+        found = inputs[name].grad
+        assert found is not None
+        assert torch.equal(found, wanted[name]), name
+    inputs = {name: value.clone().requires_grad_() for name, value in leaves.items()}
+    y = overlapped(**inputs)
+    for _ in range(2):
+        again = torch.autograd.grad(y, list(inputs.values()), grad, retain_graph=True)
+        assert all(torch.equal(a, wanted[name]) for a, name in zip(again, inputs, strict=True))
+
+
+def test_each_gradient_can_be_asked_for_alone_and_twice(pool2: RankPool) -> None:
+    pool2.run(_frozen, None)
+
+
+def _bad(rank: int, world: int, what: str) -> str:
+    dispatcher = _dispatcher(rank, world, 4)
+    ids = _routing("random", 0, 4, 2)
+    leaves = _leaves(rank, 2, ids, torch.float32, gated=False)
+    x, w13 = leaves["x"], leaves["w13"]
+    try:
+        if rank == 0 and what == "width":
+            w13 = w13[:, :, :-1]
+        if rank == 0 and what == "id":
+            ids[0, 0] = 9
+        if rank == 0 and what == "dtype":
+            x, w13 = x.bfloat16(), w13.bfloat16()
+        h, passage = first.dispatch_matmul(dispatcher, x, ids, w13)
+        w2 = leaves["w2"][:, :-1] if rank == 0 and what == "last width" else leaves["w2"]
+        weights = leaves["weights"][:-1] if rank == 0 and what == "weights" else leaves["weights"]
+        last.matmul_combine(h, w2, weights, passage)
+    except (InputError, RoutingError, RankMismatch) as error:
+        return type(error).__name__
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("what", "kinds"),
+    [
+        ("width", {"InputError"}),
+        ("id", {"RoutingError"}),
+        ("dtype", {"RankMismatch"}),
+        ("last width", {"InputError"}),
+        ("weights", {"InputError"}),
+    ],
+)
+def test_bad_input_on_one_rank_is_an_error_on_all(what: str, kinds: set[str], pool2: RankPool) -> None:
+    assert set(pool2.run(_bad, what)) == kinds
+
+
+def _split(rank: int, world: int, _: Any) -> None:
+    """The gradient of the rows first and those of the weights later, as zero-bubble schedules ask for them."""
+    dispatcher = _dispatcher(rank, world, 4)
+    ids = _routing("random", rank, 4, 2)
+    leaves = _leaves(rank, 2, ids, torch.float32)
+    grad = draw(ids.shape[0], D, seed=3)
+    wanted = _gradients(leaves, partial(_overlapped, dispatcher, ids, 3, False), grad)
+    inputs = {name: value.clone().requires_grad_() for name, value in leaves.items()}
+    y = _overlapped(dispatcher, ids, 3, False, **inputs)
+    weights = [inputs[name] for name in ("w13", "w2", "b13", "b2")]
+    (x_grad,), groups = stage_backward_input([y], [grad], [inputs["x"]], iter(weights))
+    assert x_grad is not None
+    assert torch.equal(x_grad, wanted["x"])
+    assert all(w.grad is None for w in weights)
+    stage_backward_weight(iter(weights), groups)
+    _same({name: inputs[name].grad for name in ("w13", "w2", "b13", "b2")}, wanted, "later")
+
+
+def test_gradients_of_weights_can_be_asked_for_later(pool2: RankPool) -> None:
+    pool2.run(_split, None)
+
+
+def _dies(rank: int, world: int, when: str) -> None:
+    dispatcher = _dispatcher(rank, world, 6)
+    ids = _routing("random", rank, 6, 2)
+    leaves = _leaves(rank, 2, ids, torch.float32)
+    flight = ExpertFlight.begin(dispatcher, leaves["x"], ids, leaves["weights"], Overlap(2, 1))
+    if rank == 1 and when == "before the others have its rows":
+        os._exit(3)
+    weights = MLPWeights(leaves["w13"], leaves["w2"], None, None, activation_of("swiglu"))
+    if rank == 1:
+        dispatcher.channel.start_all_to_all = _exit  # type: ignore[method-assign]
+        flight.compute(weights)
+    with pytest.raises(PeerDied, match="rank 1"):  # noqa: PT012
+        flight.compute(weights)
+        flight.result()
+
+
+def _exit(*_: Any) -> None:
+    os._exit(3)
+
+
+@pytest.mark.parametrize("when", ["before the others have its rows", "before the others have its results"])
+def test_a_rank_that_dies_is_an_error_on_the_others(when: str) -> None:
+    with RankPool(3) as pool:
+        pool.run(_dies, when, expect_dead={1})
+
+
+def _module(rank: int, world: int, name: str) -> None:
+    config = MODULES[name]
+    results = []
+    for overlap in (None, Overlap(3, 1), Overlap("auto"), Overlap("adaptive", 1)):
+        layer = MoELayer.build(
+            config, dist.group.WORLD, "all_to_all", etp=2 if name == "parts" else 1, seed=5, overlap=overlap
+        )
+        x = draw(2, 9 + rank, D, seed=rank).requires_grad_()
+        y = layer(x)
+        y.backward(draw(2, 9 + rank, D, seed=70 + rank))
+        grads = {key: p.grad for key, p in layer.named_parameters() if p.grad is not None}
+        results.append({"y": y.detach(), "x": x.grad, **grads})
+    plain, *overlapped = results
+    for found in overlapped:
+        _same(found, plain, f"with {name}")
+
+
+MODULES = {
+    "a shared expert": MoEConfig(D, F, RouterConfig(6, 2), shared_ffn=24, shared_gate=True),
+    "zero experts": MoEConfig(D, F, RouterConfig(8, 3), zero_experts=ZeroExperts(identity=1, zero=1)),
+    "capacity": MoEConfig(D, F, RouterConfig(6, 2), capacity=Capacity(1.0), expert_bias=True),
+    "parts": MoEConfig(D, F, RouterConfig(6, 2)),
+    "recompute": MoEConfig(D, F, RouterConfig(6, 2), recompute=True),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_layer_gives_the_same_bits_with_overlap_and_without(name: str, pool4: RankPool) -> None:
+    pool4.run(_module, name)
+
+
+def _adaptive(rank: int, world: int, _: Any) -> tuple[list[Tensor], int | None]:
+    config = MoEConfig(D, F, RouterConfig(6, 2))
+    layer = MoELayer.build(config, dist.group.WORLD, "all_to_all", seed=5, overlap=Overlap("adaptive", 1))
+    assert layer.running is not None
+    x = draw(20 + rank, D, seed=rank)
+    with torch.no_grad():
+        found = [layer(x) for _ in range(25)]
+    return found, layer.running.settled
+
+
+def test_a_layer_settles_on_a_number_of_chunks_that_all_ranks_use(pool2: RankPool) -> None:
+    results = pool2.run(_adaptive, None)
+    assert len({settled for _, settled in results}) == 1
+    assert results[0][1] is not None
+    assert all(torch.equal(y, found[0]) for found, _ in results for y in found)

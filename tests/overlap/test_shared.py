@@ -1,0 +1,331 @@
+"""Operators between ranks that share memory: read in place, the same bits, and errors on every rank if on one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+pytest.importorskip("moe_comm._C", reason="the native core is not built")
+
+from moe_comm.dispatch.channels import CollectiveOptions, channel_of, configure_collectives
+from moe_comm.dispatch.exchange import SharedChannel
+from moe_comm.errors import PeerDied, PeerError, PeerTimeout, RankMismatch
+from moe_comm.kernels.row_invariant import row_invariant_mm
+from moe_comm.overlap import shared
+from moe_comm.overlap.chunked import Overlap
+from moe_comm.overlap.gather_matmul import gather_matmul
+from moe_comm.overlap.gather_matmul import reference as gather_reference
+from moe_comm.overlap.matmul_scatter import matmul_scatter
+from moe_comm.overlap.matmul_scatter import reference as scatter_reference
+from moe_comm.runtime.shared import SharedGroup, SharedOptions, block
+from tests.layers.reference import draw
+from tests.pool import RankPool
+
+OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "gather_matmul": (gather_matmul, gather_reference),
+    "matmul_scatter": (matmul_scatter, scatter_reference),
+}
+CUT = Overlap(2, 1)
+Grads = tuple[Tensor, Tensor, Tensor]
+
+
+def _new_group() -> ProcessGroup:
+    group: ProcessGroup = dist.new_group(backend="gloo")
+    return group
+
+
+def _inputs(name: str, rank: int, world: int, rows: int = 40, dtype: torch.dtype = torch.float32) -> Grads:
+    """x, weight and the gradient of the output, of which the ranks' are all different."""
+    whole, part = rows * world, rows
+    here, there = (part, whole) if name == "gather_matmul" else (whole, part)
+    x, w = draw(here, 24, seed=rank, dtype=dtype), draw(9, 24, seed=50 + rank, dtype=dtype)
+    return x, w, draw(there, 9, seed=100 + rank, dtype=dtype)
+
+
+def _pass(name: str, inputs: Grads, group: ProcessGroup, overlap: Overlap = CUT) -> Grads:
+    """Output and both gradients."""
+    x, w, grad = inputs
+    x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+    y = OPERATORS[name][0](x, w, group, overlap)
+    grad_x, grad_w = torch.autograd.grad(y, (x, w), grad)
+    return y.detach(), grad_x, grad_w
+
+
+@contextmanager
+def _meetings(passes: int) -> Iterator[None]:
+    """Within it so many passes go in place."""
+    real, seen = SharedChannel.meet, 0
+
+    def meet(*args: Any, **kwargs: Any) -> Any:
+        nonlocal seen
+        seen += 1
+        return real(*args, **kwargs)
+
+    with mock.patch.object(SharedChannel, "meet", meet):
+        yield
+    assert seen == passes
+
+
+@contextmanager
+def _products(before: Callable[[int], None]) -> Iterator[None]:
+    """Within it ``before`` is called with the number of each product that this rank makes for others to add."""
+    real, made = row_invariant_mm, 0
+
+    def product(*args: Any, **kwargs: Any) -> Tensor:
+        nonlocal made
+        made += 1
+        before(made)
+        return real(*args, **kwargs)
+
+    with mock.patch.object(shared, "row_invariant_mm", product):
+        yield
+
+
+def _same(rank: int, world: int, dtype: torch.dtype) -> None:
+    group = _new_group()
+    in_place = dtype != torch.float64
+    try:
+        for name, (_, reference) in OPERATORS.items():
+            inputs = _inputs(name, rank, world, dtype=dtype)
+            with _meetings(2 if in_place else 0):
+                found = _pass(name, inputs, group)
+                _pass(name, inputs, group, Overlap(1))
+            configure_collectives(CollectiveOptions(shared_memory=False))
+            with _meetings(0):
+                chunked = _pass(name, inputs, group)
+            assert all(torch.equal(a, b) for a, b in zip(found, chunked, strict=True))
+            assert torch.equal(found[0], reference(*inputs[:2], group))
+            configure_collectives(CollectiveOptions())
+    finally:
+        configure_collectives(CollectiveOptions())
+    assert SharedGroup.of(group).heap.used == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_in_place_and_over_the_backend_give_the_same_bits(dtype: torch.dtype, pool4: RankPool) -> None:
+    pool4.run(_same, dtype)
+
+
+def _strided(rank: int, world: int, arg: Any) -> None:
+    x = draw(24, 64, seed=rank).t()[:, 3:19]  # neither dense nor aligned
+    w = draw(16, 16, seed=9)
+    assert torch.equal(gather_matmul(x, w, dist.group.WORLD, CUT), gather_reference(x, w, dist.group.WORLD))
+
+
+def test_rows_may_be_strided(pool2: RankPool) -> None:
+    pool2.run(_strided)
+
+
+def _late(rank: int, world: int, path: Path) -> list[int]:
+    """Rank 1 offers its rows only after rank 0 has had those of all others."""
+    store = dist.FileStore(str(path), world)
+    group = _new_group()
+    channel_of(group)
+    if rank == 1:
+        store.wait(["others"])
+    seen: list[int] = []
+    real = shared.SharedWay.start_gather
+
+    def watched(way: shared.SharedWay, x_SD: Tensor) -> Any:
+        for arrival in real(way, x_SD):
+            seen.append(arrival.ranks.start)
+            yield arrival
+            if rank == 0 and len(seen) == world - 1:
+                store.set("others", "had")
+
+    x, w, _ = _inputs("gather_matmul", rank, world)
+    with mock.patch.object(shared.SharedWay, "start_gather", watched):
+        y = gather_matmul(x, w, group, CUT)
+    assert torch.equal(y, gather_reference(x, w, group))
+    return seen
+
+
+def test_rows_are_taken_as_they_come_and_nobody_waits_for_the_last_rank_first(pool4: RankPool, tmp_path: Path) -> None:
+    orders = pool4.run(_late, tmp_path / "store")
+    assert [order[0] for order in orders] == [0, 1, 2, 3]
+    assert orders[0][-1] == 1
+    assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
+
+
+def _mismatch(rank: int, world: int, arg: Any) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    odd = world - 1
+    for name, (operator, _) in OPERATORS.items():
+        x, w, _ = _inputs(name, rank, world)
+        unlike: list[tuple[Tensor, Tensor, Overlap]] = [
+            (x[:, 1:], w[:, 1:], CUT) if name == "gather_matmul" else (x, w[1:], CUT),
+            (x[: x.shape[0] // 2], w, CUT),
+            (x[:0], w, CUT),
+            (x.bfloat16(), w.bfloat16(), CUT),
+            (x.double(), w.double(), CUT),
+            (x, w, Overlap(3, 1)),
+            (x, w, Overlap(1)),
+        ]
+        for other in unlike:
+            with pytest.raises(
+                RankMismatch, match=rf"rank {rank} is in call.*rank {0 if rank == odd else odd} in call"
+            ):
+                operator(*(other if rank == odd else (x, w, CUT))[:2], group, other[2] if rank == odd else CUT)
+    for name in OPERATORS:  # after which all goes on
+        _pass(name, _inputs(name, rank, world), group)
+    with pytest.raises(RankMismatch):
+        OPERATORS["gather_matmul" if rank == odd else "matmul_scatter"][0](
+            torch.ones(16 * world, 16), torch.ones(16, 16), group, CUT
+        )
+    beside = partial(channel_of(group).all_gather, torch.ones(3), "something else")
+    among = partial(matmul_scatter, torch.ones(16 * world, 16), torch.ones(16, 16), group, CUT)
+    with pytest.raises(RankMismatch):
+        (beside if rank == odd else among)()
+    _pass("matmul_scatter", _inputs("matmul_scatter", rank, world), group)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_that_disagree_all_get_the_error_and_the_next_call_works(
+    world: int, request: pytest.FixtureRequest
+) -> None:
+    request.getfixturevalue(f"pool{world}").run(_mismatch)
+
+
+def _other_gradients(rank: int, world: int, arg: Any) -> None:
+    group = dist.group.WORLD
+    x, w, grad = _inputs("gather_matmul", rank, world)
+    x, w = x.requires_grad_(), w.requires_grad_(rank == 0)
+    y = gather_matmul(x, w, group, CUT)
+    with pytest.raises(RankMismatch):
+        y.backward(grad)
+    gather_matmul(x.detach(), w.detach(), group, CUT)
+
+
+def test_ranks_of_which_one_alone_wants_the_weights_gradient_disagree(pool2: RankPool) -> None:
+    pool2.run(_other_gradients)
+
+
+def _full(rank: int, world: int, arg: Any) -> None:
+    group = _new_group()
+    made = SharedGroup(group, SharedOptions(initial_bytes=0, reserve_bytes=64 << 20))
+    SharedGroup._made[group] = made
+    taken = block(made.heap, 1, 15 << 20, torch.float32) if rank == world - 1 else None  # all but 4 MB of its heap
+    for name in OPERATORS:
+        inputs = _inputs(name, rank, world, rows=30_000)
+        with _meetings(2), pytest.warns(RuntimeWarning, match=r"cannot grow shared memory.*goes another way"):
+            found = _pass(name, inputs, group, Overlap(32, 1))
+        configure_collectives(CollectiveOptions(shared_memory=False))
+        chunked = _pass(name, inputs, group)
+        configure_collectives(CollectiveOptions())
+        assert all(torch.equal(a, b) for a, b in zip(found, chunked, strict=True))
+        small = _inputs(name, rank, world)
+        with _meetings(2):
+            assert torch.equal(_pass(name, small, group)[0], OPERATORS[name][1](*small[:2], group))
+    del taken
+    assert made.heap.used == 0
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_where_one_rank_has_no_room_all_go_another_way_with_the_same_bits(
+    world: int, request: pytest.FixtureRequest
+) -> None:
+    request.getfixturevalue(f"pool{world}").run(_full)
+
+
+def _dies_first(rank: int, world: int, name: str) -> None:
+    """Rank 1 ends before it has offered anything: the others are done with their own rows and wait for its."""
+    group = _new_group()
+    x, w, _ = _inputs(name, rank, world)
+    OPERATORS[name][0](x, w, group, CUT)
+    if rank == 1:
+        os._exit(3)
+    with pytest.raises(PeerDied, match=rf"rank {rank} in {name}.*rank 1(.|\n)*rank 1: dead; its last call was {name}"):
+        OPERATORS[name][0](x, w, group, CUT)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_rank_that_dies_before_it_offers_anything_is_named_on_all(name: str) -> None:
+    with RankPool(4) as pool:
+        pool.run(_dies_first, name, expect_dead={1})
+
+
+def _dies(rank: int, world: int, name: str) -> None:
+    """Rank 1 ends after it has offered, in its second product: the others wait for the flags of those that follow."""
+    group = dist.group.WORLD
+    inputs = _inputs(name, rank, world)
+
+    def end(product: int) -> None:
+        if rank == 1 and product == 2:
+            os._exit(3)
+
+    x, w, grad = inputs
+    act: Callable[[], object] = partial(matmul_scatter, x, w, group, CUT)
+    if name == "gather_matmul":
+        act = partial(gather_matmul(x.requires_grad_(), w.requires_grad_(), group, CUT).backward, grad)
+    with _products(end), pytest.raises(PeerDied, match=rf"{name}.*rank 1(.|\n)*rank 1: dead; was in {name}"):
+        act()
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_rank_that_dies_while_others_wait_for_its_flag_is_named_on_all(world: int, name: str) -> None:
+    with RankPool(world) as pool:
+        pool.run(_dies, name, expect_dead={1})
+
+
+def _stuck(rank: int, world: int, path: Path) -> None:
+    store = dist.FileStore(str(path), world)
+    group = _new_group()
+    inputs = _inputs("matmul_scatter", rank, world)
+    _pass("matmul_scatter", inputs, group)
+    configure_collectives(CollectiveOptions(timeout_s=0.3 if rank != 1 else 60))
+
+    def stay(product: int) -> None:
+        if rank == 1 and product == 1:
+            store.wait([f"rank {other} is out" for other in range(world) if other != 1])
+
+    try:
+        with (
+            _products(stay),
+            pytest.raises(PeerTimeout, match=r"rank 1.*did not arrive in time(.|\n)*What every rank was doing"),
+        ):
+            matmul_scatter(*inputs[:2], group, CUT)
+        store.set(f"rank {rank} is out", "")
+        with pytest.raises(PeerTimeout):
+            matmul_scatter(*inputs[:2], group, CUT)
+    finally:
+        configure_collectives(CollectiveOptions())
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_rank_that_is_stuck_is_named_on_all_at_the_deadline(
+    world: int, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    request.getfixturevalue(f"pool{world}").run(_stuck, tmp_path / "store")
+
+
+def _fails(rank: int, world: int, arg: Any) -> None:
+    group = _new_group()
+    inputs = _inputs("matmul_scatter", rank, world)
+
+    def divide(product: int) -> None:
+        if rank == 1 and product == 2:
+            raise ZeroDivisionError("in a product")
+
+    expected: type[Exception] = ZeroDivisionError if rank == 1 else PeerError
+    with _products(divide), pytest.raises(expected, match="in a product" if rank == 1 else "rank 1 left the operation"):
+        matmul_scatter(*inputs[:2], group, CUT)
+    with pytest.raises(PeerError):
+        matmul_scatter(*inputs[:2], group, CUT)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_an_error_in_one_ranks_product_ends_the_wait_of_the_others(world: int, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue(f"pool{world}").run(_fails)

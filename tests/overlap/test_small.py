@@ -1,0 +1,141 @@
+"""One chunk: exactly one transfer and one product, as one step after the other; and the same bits as many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_comm.dispatch.channels import CollectiveOptions, channel_of, configure_collectives
+from moe_comm.errors import ConfigError
+from moe_comm.overlap import chunked
+from moe_comm.overlap.chunked import Overlap
+from moe_comm.overlap.gather_matmul import gather_matmul
+from moe_comm.overlap.matmul_scatter import matmul_scatter
+from moe_comm.overlap.tuning import configure_tuning
+from tests.layers.reference import draw
+from tests.pool import RankPool
+
+OPERATORS: dict[str, Callable[..., Tensor]] = {"gather_matmul": gather_matmul, "matmul_scatter": matmul_scatter}
+WIDTH, OTHER = 32, 48
+TRANSFERS = {("gather_matmul", False): 1, ("gather_matmul", True): 2, ("matmul_scatter", False): 1}
+"""By operator and whether it is the backward pass; a gather's gathers x again and sums the gradient. Others: 1."""
+
+
+def _inputs(name: str, rank: int, world: int, rows: int) -> tuple[Tensor, Tensor]:
+    x = draw(rows * (world if name == "matmul_scatter" else 1), WIDTH, seed=rank)
+    return x.requires_grad_(), draw(OTHER, WIDTH, seed=50 + rank).requires_grad_()
+
+
+class Recorder:
+    """What operators do: the rows of their products over rows, and how many transfers begin."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows: list[int] = []
+        self.transfers = 0
+        channel, product = channel_of(dist.group.WORLD), chunked.row_invariant_mm
+
+        def record(a_MK: Tensor, *others: Any, **options: Any) -> Tensor:
+            self.rows.append(a_MK.shape[0])
+            return product(a_MK, *others, **options)
+
+        monkeypatch.setattr(chunked, "row_invariant_mm", record)
+        for name in ("start_all_gather", "start_all_to_all"):
+            monkeypatch.setattr(channel, name, self._counted(getattr(channel, name)))
+
+    def _counted(self, start: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any) -> Any:
+            self.transfers += 1
+            return start(*args)
+
+        return counted
+
+    def take(self) -> tuple[list[int], int]:
+        found = self.rows, self.transfers
+        self.rows, self.transfers = [], 0
+        return found
+
+
+def _counts(rank: int, world: int, arg: tuple[str, bool]) -> None:
+    name, deterministic = arg
+    configure_collectives(CollectiveOptions(shared_memory=False))
+    try:
+        for rows in (1, 5, 40):
+            x, w = _inputs(name, rank, world, rows)
+            OPERATORS[name](x, w, dist.group.WORLD)
+            with pytest.MonkeyPatch.context() as patch:
+                recorder = Recorder(patch)
+                y = OPERATORS[name](x, w, dist.group.WORLD, Overlap(1, deterministic=deterministic))
+                assert recorder.take() == ([world * rows], TRANSFERS[name, False])
+                y.backward(torch.ones_like(y))
+                assert recorder.take() == ([world * rows], TRANSFERS.get((name, True), 1))
+    finally:
+        configure_collectives(CollectiveOptions())
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_one_chunk_is_one_product_and_one_transfer(name: str, deterministic: bool, pool2: RankPool) -> None:
+    pool2.run(_counts, (name, deterministic))
+
+
+def test_few_bytes_are_one_chunk_whatever_is_asked_for() -> None:
+    assert Overlap(8).chunks_of(64 * 512 * 4) == 1
+    assert Overlap(8).chunks_of(2048 * 512 * 4) == 8
+
+
+def _gradients(name: str, rank: int, world: int, rows: int, overlap: Overlap) -> tuple[Tensor, ...]:
+    x, w = _inputs(name, rank, world, rows)
+    y = OPERATORS[name](x, w, dist.group.WORLD, overlap)
+    grads = torch.autograd.grad(y, (x, w), draw(*y.shape, seed=9 + rank))
+    return (y.detach(), *grads)
+
+
+def _bits(rank: int, world: int, arg: tuple[str, str]) -> None:
+    name, folder = arg
+    configure_tuning(Path(folder))
+    try:
+        for options in (CollectiveOptions(), CollectiveOptions(shared_memory=False)):
+            configure_collectives(options)
+            for rows in (0, 1, 37, 300):
+                several = [_gradients(name, rank, world, rows, Overlap(chunks, 1)) for chunks in (1, 3, "auto")]
+                for found in several[1:]:
+                    assert all(torch.equal(a, b) for a, b in zip(found, several[0], strict=True))
+    finally:
+        configure_collectives(CollectiveOptions())
+        configure_tuning()
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_one_many_and_auto_have_the_same_bits(
+    world: int, name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    pool: RankPool = request.getfixturevalue(f"pool{world}")
+    pool.run(_bits, (name, str(tmp_path)))
+
+
+def _keeps(rank: int, world: int, arg: Any) -> None:
+    known, arrived = draw(world, 6, 4), draw(world, 6, 3)
+    for deterministic in (True, False):
+        whole = chunked.WeightGradient(known, 3, True, deterministic)
+        whole.add(chunked.Arrival(slice(None), 0, 6, arrived))
+        if deterministic:
+            assert whole._arrived_WSB is arrived
+        torch.testing.assert_close(whole.result(), known.flatten(0, 1).T @ arrived.flatten(0, 1))
+
+
+def test_rows_that_arrive_at_once_are_not_copied_for_the_weights_gradient() -> None:
+    _keeps(0, 2, None)
+
+
+@pytest.mark.parametrize("chunks", ["automatic", None, 0])
+def test_chunks_are_a_number_or_auto(chunks: Any) -> None:
+    assert Overlap("auto").chunks == "auto"
+    with pytest.raises(ConfigError, match="chunks must be a whole number of at least 1"):
+        Overlap(chunks)

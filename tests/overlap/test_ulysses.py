@@ -1,0 +1,294 @@
+"""matmul_swap and swap_matmul: the bits of one step after the other, whatever the chunks and the transport."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_comm.dispatch.channel import Channel, Coming
+from moe_comm.dispatch.channels import CollectiveOptions, configure_collectives
+from moe_comm.errors import InputError, PeerDied, RankMismatch
+from moe_comm.kernels import row_invariant
+from moe_comm.overlap import ulysses
+from moe_comm.overlap.chunked import Overlap
+from moe_comm.overlap.ulysses import matmul_swap, matmul_swap_reference, swap_matmul, swap_matmul_reference
+from tests.layers.reference import draw
+from tests.pool import RankPool
+
+OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "matmul_swap": (matmul_swap, matmul_swap_reference),
+    "swap_matmul": (swap_matmul, swap_matmul_reference),
+}
+SHAPES = [(64, 32, 48), (37, 24, 7), (5, 3, 2), (1, 16, 16), (0, 4, 3)]
+"""(rows of a rank, columns that do not travel, columns of one rank that do)"""
+BOTH = (CollectiveOptions(), CollectiveOptions(shared_memory=False, checked=True))
+OVERLAPS = (*(Overlap(chunks, 1) for chunks in (1, 2, 3, 16)), Overlap(2, 1, deterministic=False))
+Shape = tuple[int, int, int]
+
+
+def _sizes(name: str, world: int, shape: Shape) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+    """Of x, the weight and the output on one rank."""
+    rows, still, moving = shape
+    if name == "matmul_swap":
+        return (rows, still), (world * moving, still), (world * rows, moving)
+    return (world * rows, moving), (still, world * moving), (rows, still)
+
+
+def _inputs(name: str, rank: int, world: int, shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x, the weight, which is another on every rank, and the output's gradient."""
+    x, weight, y = _sizes(name, world, shape)
+    return tuple(draw(*size, seed=seed + rank, dtype=dtype) for size, seed in ((x, 0), (weight, 50), (y, 100)))  # type: ignore[return-value]
+
+
+def _whole(name: str, world: int, shape: Shape) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """By rank: output and both gradients in float64, as one process computes them."""
+    xs, weights, grads = zip(*(_inputs(name, r, world, shape, torch.float64) for r in range(world)), strict=True)
+    rows, moving = shape[0], shape[2]
+
+    def swapped(parts: list[Tensor]) -> list[Tensor]:
+        """[W * rows, moving] of each rank to [rows, W * moving], or back."""
+        if parts[0].shape[1] == moving:
+            return [torch.cat([p[r * rows : (r + 1) * rows] for p in parts], 1) for r in range(world)]
+        return [torch.cat([p[:, r * moving : (r + 1) * moving] for p in parts]) for r in range(world)]
+
+    if name == "matmul_swap":
+        ys = swapped([x @ w.T for x, w in zip(xs, weights, strict=True)])
+        back = swapped(list(grads))
+        return [(y, g @ w, g.T @ x) for y, g, w, x in zip(ys, back, weights, xs, strict=True)]
+    wholes = swapped(list(xs))
+    back = swapped([g @ w for g, w in zip(grads, weights, strict=True)])
+    return [(x @ w.T, dx, g.T @ x) for x, w, dx, g in zip(wholes, weights, back, grads, strict=True)]
+
+
+def _run(rank: int, world: int, arg: tuple[str, Shape, torch.dtype]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Output and gradients for every choice of transport, chunks and determinism; checks what must be equal bits."""
+    name, shape, dtype = arg
+    operator, reference = OPERATORS[name]
+    group = dist.group.WORLD
+    results = []
+    try:
+        for options in BOTH:
+            configure_collectives(options)
+            for overlap in OVERLAPS:
+                x, w, grad = _inputs(name, rank, world, shape, dtype)
+                y = operator(x.requires_grad_(), w.requires_grad_(), group, overlap)
+                y.backward(grad)
+                assert x.grad is not None
+                assert w.grad is not None
+                assert torch.equal(y.detach(), reference(x.detach(), w.detach(), group))
+                results.append((y.detach(), x.grad, w.grad))
+                assert torch.equal(x.grad, results[0][1])
+                if overlap.deterministic:
+                    assert torch.equal(w.grad, results[0][2])
+    finally:
+        configure_collectives(CollectiveOptions())
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_output_and_gradients_have_the_bits_of_one_step_after_the_other(
+    world: int, name: str, shape: Shape, dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    pool: RankPool = request.getfixturevalue(f"pool{world}")
+    wholes = _whole(name, world, shape)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
+    for results, whole in zip(pool.run(_run, (name, shape, dtype)), wholes, strict=True):
+        for found in results:
+            for ours, exact in zip(found, whole, strict=True):
+                scale = float(exact.abs().max()) if exact.numel() else 0.0
+                torch.testing.assert_close(ours.double(), exact, rtol=0, atol=tolerance * max(scale, 1.0))
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_one_rank_needs_no_group(name: str) -> None:
+    operator, reference = OPERATORS[name]
+    x, w, grad = _inputs(name, 0, 1, (9, 4, 6), torch.float32)
+    y = operator(x.requires_grad_(), w.requires_grad_(), None)
+    assert torch.equal(y, reference(x, w, None))
+    y.backward(grad)
+    (_, grad_x, grad_w) = _whole(name, 1, (9, 4, 6))[0]
+    torch.testing.assert_close(x.grad, grad_x.float())
+    torch.testing.assert_close(w.grad, grad_w.float())
+
+
+def _auto(rank: int, world: int, name: str) -> None:
+    operator, reference = OPERATORS[name]
+    configure_collectives(CollectiveOptions(shared_memory=False))
+    try:
+        x, w, grad = _inputs(name, rank, world, (40, 16, 16), torch.float32)
+        y = operator(x.requires_grad_(), w.requires_grad_(), dist.group.WORLD, Overlap("auto"))
+        y.backward(grad)
+        assert torch.equal(y, reference(x.detach(), w.detach(), dist.group.WORLD))
+    finally:
+        configure_collectives(CollectiveOptions())
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_chunks_may_be_chosen_from_what_was_measured(name: str, pool2: RankPool) -> None:
+    pool2.run(_auto, name)
+
+
+def _strides(rank: int, world: int, name: str) -> None:
+    operator, _ = OPERATORS[name]
+    x, w, grad = _inputs(name, rank, world, (20, 8, 4), torch.float32)
+    expected = torch.autograd.grad(operator(x.requires_grad_(), w.requires_grad_(), dist.group.WORLD), (x, w), grad)
+    across = [t.detach().t().contiguous().t() for t in (x, w, grad)]
+    y = operator(across[0].requires_grad_(), across[1].requires_grad_(), dist.group.WORLD, Overlap(2, 1))
+    for ours, theirs in zip(torch.autograd.grad(y, across[:2], across[2]), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_tensors_may_have_any_strides(name: str, pool2: RankPool) -> None:
+    pool2.run(_strides, name)
+
+
+def _partly(rank: int, world: int, name: str) -> None:
+    operator, _ = OPERATORS[name]
+    for wanted in (0, 1):
+        x, w, grad = _inputs(name, rank, world, (20, 8, 4), torch.float32)
+        x.requires_grad_(wanted == 0)
+        w.requires_grad_(wanted == 1)
+        operator(x, w, dist.group.WORLD, Overlap(2, 1)).backward(grad)
+        assert (x.grad is None) == (wanted == 1)
+        assert (w.grad is None) == (wanted == 0)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_gradient_that_nobody_wants_is_not_computed(name: str, pool2: RankPool) -> None:
+    pool2.run(_partly, name)
+
+
+def _autocast(rank: int, world: int, name: str) -> None:
+    operator, reference = OPERATORS[name]
+    x, w, grad = _inputs(name, rank, world, (40, 16, 16), torch.float32)
+    x.requires_grad_()
+    w.requires_grad_()
+    plain = torch.autograd.grad(operator(x, w, dist.group.WORLD, Overlap(2, 1)), (x, w), grad)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = operator(x, w, dist.group.WORLD, Overlap(2, 1))
+        inside = torch.autograd.grad(y, (x, w), grad)
+    assert torch.equal(y, reference(x.detach(), w.detach(), dist.group.WORLD))
+    assert all(torch.equal(a, b) for a, b in zip(plain, inside, strict=True))
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_autocast_does_not_change_some_of_the_rows(name: str, pool2: RankPool) -> None:
+    pool2.run(_autocast, name)
+
+
+def _recorded(rank: int, world: int, name: str) -> tuple[list[str], list[str]]:
+    """What is begun, arrives and is computed, in order: forward and backward, of 3 chunks."""
+    events: list[str] = []
+    begin, product = Channel.start_all_to_all, row_invariant.row_invariant_mm
+
+    def started(channel: Any, rows: Tensor, *args: Any) -> Coming:
+        number = sum(event.startswith("send") for event in events)
+        events.append(f"send {number}")
+        coming = begin(channel, rows, *args)
+
+        def arrive(tensor: Tensor) -> Tensor:
+            events.append(f"take {number}")
+            return tensor
+
+        return coming.then(arrive)
+
+    def computed(*args: Any, **kwargs: Any) -> Tensor:
+        events.append("product")
+        return product(*args, **kwargs)
+
+    def weighed(a: Tensor, b: Tensor) -> Tensor:
+        events.append("weights")
+        return a @ b
+
+    add = ulysses._WeightGradient._add
+
+    def added(self: Any, *args: Any) -> None:
+        events.append("weights")
+        add(self, *args)
+
+    configure_collectives(CollectiveOptions(shared_memory=False))
+    x, w, grad = _inputs(name, rank, world, (48, 16, 16), torch.float32)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Channel, "start_all_to_all", started)
+            patch.setattr(ulysses, "row_invariant_mm", computed)
+            patch.setattr(ulysses, "exact_mm", weighed)
+            patch.setattr(ulysses._WeightGradient, "_add", added)
+            y = OPERATORS[name][0](x.requires_grad_(), w.requires_grad_(), dist.group.WORLD, Overlap(3, 1))
+            forward = list(events)
+            events.clear()
+            y.backward(grad)
+            return forward, list(events)
+    finally:
+        configure_collectives(CollectiveOptions())
+
+
+def test_transfers_are_begun_before_what_they_hide_behind_and_taken_after(pool2: RankPool) -> None:
+    columns = ["product", "send 0", "product", "send 1", "product", "send 2", "product"]
+    rows = ["take 0", "product", "take 1", "product", "take 2", "product"]
+    sends, takes = ["send 0", "send 1", "send 2"], ["take 0", "take 1", "take 2"]
+    for forward, backward in pool2.run(_recorded, "matmul_swap"):
+        assert forward == [*columns, *takes]
+        assert backward == [*sends, "weights", *rows, "weights", "weights"]
+    for forward, backward in pool2.run(_recorded, "swap_matmul"):
+        assert forward == [*sends, *rows]
+        assert backward == [*columns, "weights", *takes]
+
+
+def _bad(rank: int, world: int, arg: Any) -> None:
+    x, w, group = torch.ones(4, 3), torch.ones(6, 3), dist.group.WORLD
+    with pytest.raises(InputError, match=r"takes x \[rows, D\] and weight \[N, D\]; got \(4, 3\) and \(6, 2\)"):
+        matmul_swap(x, w[:, :2], group)
+    with pytest.raises(InputError, match=r"takes x \[rows, K / 2\] and weight \[N, K\]; got \(4, 3\) and \(6, 3\)"):
+        swap_matmul(x, w, group)
+    with pytest.raises(InputError, match="of one dtype on one device"):
+        matmul_swap(x, w.double(), group)
+    with pytest.raises(InputError, match="of one dtype on one device"):
+        swap_matmul(x, torch.ones(5, 6).double(), group)
+    with pytest.raises(InputError, match="the weight's 5 outputs do not divide evenly over 2 ranks"):
+        matmul_swap(x, w[:5], group)
+    with pytest.raises(InputError, match="3 rows do not divide evenly over 2 ranks"):
+        swap_matmul(x[:3], torch.ones(5, 6), group)
+    many = torch.ones(64, 3)
+    try:
+        for options in BOTH:
+            configure_collectives(options)
+            with pytest.raises(RankMismatch):
+                matmul_swap(torch.ones(4 + rank, 3), w, group)
+            with pytest.raises(RankMismatch):
+                swap_matmul(torch.ones(4 + 2 * rank, 3), torch.ones(5, 6), group)
+            with pytest.raises(RankMismatch):
+                matmul_swap(many, w, group, Overlap(2 + rank, 1))
+            matmul_swap(x, w, group)
+    finally:
+        configure_collectives(CollectiveOptions())
+
+
+def test_bad_input_is_a_typed_error_on_every_rank_and_the_next_call_works(pool2: RankPool) -> None:
+    pool2.run(_bad)
+
+
+def _dies(rank: int, world: int, options: CollectiveOptions) -> None:
+    configure_collectives(options)
+    x, w = torch.ones(64, 16), torch.ones(32, 16)
+    matmul_swap(x, w, dist.group.WORLD)
+    if rank == 1:
+        os._exit(3)
+    with pytest.raises(PeerDied, match=r"matmul_swap.*rank 1"):
+        matmul_swap(x, w, dist.group.WORLD)
+
+
+@pytest.mark.parametrize("options", BOTH, ids=["memory", "backend"])
+def test_a_rank_that_dies_is_named(options: CollectiveOptions) -> None:
+    with RankPool(2) as pool:
+        pool.run(_dies, options, expect_dead={1})
