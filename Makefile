@@ -35,8 +35,10 @@ $(BIN)/python:
 # torch comes first and pinned, so that nothing installed later brings another one.
 $(STAMP): constraints.txt pyproject.toml | $(BIN)/python
 	@mkdir -p build
-	@{ grep -v '^torch==' constraints.txt; echo '$(TORCH)'; } > $(PINS)
+	@{ grep -v -e '^torch==' -e '^triton==' constraints.txt; echo '$(TORCH)'; } > $(PINS)
 	$(BIN)/python -m pip install --quiet -c $(PINS) '$(TORCH)'
+	@# torch for GPUs has brought the Triton that it was made for; torch for CPUs brings none.
+	@$(BIN)/python -m pip show torch | grep -q '^Requires:.*triton' || grep '^triton==' constraints.txt >> $(PINS)
 	$(BIN)/python -m pip install --quiet -c $(PINS) setuptools pybind11 cmake ninja
 	$(BIN)/python -m pip install --quiet -c $(PINS) --no-build-isolation -e '.[$(EXTRAS)]'
 	@rm -f $(VENV)/.installed-*

@@ -1,0 +1,10 @@
+"""Fused operators as persistent Triton kernels: producer and consumer programs, and flags on symmetric memory."""
+
+from moe_comm.errors import MissingDependency
+
+try:
+    import triton as _triton  # noqa: F401
+except ImportError as error:
+    raise MissingDependency(
+        f"the Triton operators need Triton ({error}); run `pip install 'moe_comm[cu13]'`, or cu12"
+    ) from error

@@ -1,0 +1,105 @@
+"""Compiles the fused kernels for GPUs that are not there, and says what they take of one.
+
+    python -m moe_comm.overlap.triton.ahead --json triton-resources.json [--targets 80 90 100] [--only NAME...]
+
+Needs Triton and nothing else: its wheel brings the assemblers (for sm_100 too) and the tool that reads cubins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from moe_comm.errors import ConfigError
+from moe_comm.overlap.triton.expert_specs import EXPERT_KERNELS
+from moe_comm.overlap.triton.interpreter import INTERPRETING
+from moe_comm.overlap.triton.specs import LINEAR_KERNELS, KernelSpec
+
+KERNELS: tuple[KernelSpec, ...] = (*LINEAR_KERNELS, *EXPERT_KERNELS)
+TARGETS = (80, 90, 100)
+"""sm_80 (A100), sm_90 (H100, H200), sm_100 (B200)."""
+_USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+
+
+def compiled(spec: KernelSpec, target: int) -> Any:
+    """``spec`` as Triton's compiled kernel for sm_``target``; its ``asm["cubin"]`` are the bytes.
+
+    Raises:
+        ConfigError: Triton interprets kernels in this process.
+    """
+    if INTERPRETING:
+        raise ConfigError("kernels cannot be compiled where TRITON_INTERPRET=1; unset it before triton is imported")
+    names = spec.kernel.arg_names
+    missing = [name for name in names if name not in spec.types and name not in spec.constants]
+    unknown = [name for name in (*spec.types, *spec.constants) if name not in names]
+    if missing or unknown:
+        raise ConfigError(f"{spec.name}: the kernel has arguments {missing} that its spec lacks, and not {unknown}")
+    source = ASTSource(
+        spec.kernel,
+        signature={name: spec.types.get(name, "constexpr") for name in names},
+        constexprs=dict(spec.constants),
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in spec.aligned if name in spec.types},
+    )
+    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, **spec.options}
+    options["launch_cooperative_grid"] = spec.cooperative
+    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+
+
+def resources(kernel: Any) -> dict[str, int]:
+    """Of a compiled kernel: registers a thread, bytes of shared memory, bytes on its stack (what
+    does not fit the registers is spilled there), bytes of the cubin."""
+    cubin = kernel.asm["cubin"]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True)
+    usage = _USAGE.search(said.stdout + said.stderr)
+    if usage is None:
+        raise RuntimeError(f"cuobjdump says nothing of registers: {said.stdout} {said.stderr}")
+    registers, stack, _, local = map(int, usage.groups())
+    return {
+        "registers": registers,
+        "shared_bytes": kernel.metadata.shared,
+        "stack_bytes": stack + local,
+        "threads": kernel.metadata.num_warps * 32,
+        "cubin_bytes": len(cubin),
+    }
+
+
+def table(specs: Iterable[KernelSpec], targets: Iterable[int]) -> Iterator[dict[str, Any]]:
+    """A row for each kernel and target."""
+    for spec in specs:
+        for target in targets:
+            yield {"kernel": spec.name, "target": f"sm_{target}", **resources(compiled(spec, target))}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where to write the table; without it, to the terminal")
+    parser.add_argument("--targets", type=int, nargs="+", default=list(TARGETS), help="compute capabilities: 90 is 9.0")
+    parser.add_argument("--only", nargs="+", default=[""], help="only kernels with one of these in their name")
+    options = parser.parse_args(arguments)
+    rows = list(table([spec for spec in KERNELS if any(part in spec.name for part in options.only)], options.targets))
+    text = json.dumps({"triton": triton.__version__, "results": rows}, indent=1) + "\n"
+    if options.json is None:
+        sys.stdout.write(text)
+    else:
+        options.json.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,290 @@
+"""Dispatch and grouped GEMM in one persistent kernel: rows are pushed to their places while tiles are computed.
+
+    rank 0                                                        rank 1
+    send programs      x rows ──push──▶ rank 1's rows, in place   flag (expert, source)
+                                                                  compute programs: wait for the flags of their next
+    compute programs   ...                                        tile, then tile @ w[expert].T
+
+Tiles go by the latest source whose rows they hold (COMET, arXiv 2502.19811), a flag stands for the rows of one expert
+from one source (UniEP, arXiv 2604.19241). Programs are numbered send, relay, compute, and whoever waits has a higher
+number than whom it waits for on its own rank: so the interpreter, which runs them one after another, comes to an end.
+
+Relayed, a token's row goes once to each rank that has experts of it, with its places there, and relay programs copy it
+to them (UniEP): fewer bytes between ranks, one more copy; the same rows in the same places, so the same bits.
+
+    token 5: experts 8, 9, 11 of rank 2      direct  ──5──▶ row 40      relayed  ──5──▶ slot 7 ──▶ row 40
+                                                     ──5──▶ row 61                           ──▶ row 61
+                                                     ──5──▶ row 77                           ──▶ row 77
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_comm.overlap.triton.device import data_of, enter, may_write_to, rounded, words_of
+from moe_comm.overlap.triton.expert_programs import count, tile_product
+from moe_comm.overlap.triton.flags import wait_at_least
+
+
+@triton.jit
+def _copy_rows(from_ptr, to_ptr, live, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows at pointers ``from_ptr`` [ROWS] to ``to_ptr`` [ROWS] where ``live``."""
+    for first in range(0, width, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        mask = live[:, None] & (column < width)[None, :]
+        row = tl.load(from_ptr[:, None] + column[None, :], mask=mask)
+        tl.store(to_ptr[:, None] + column[None, :], row, mask=mask)
+
+
+@triton.jit
+def _send(  # type: ignore[no-untyped-def]
+    program,
+    x_ptr,  # [T, inner]
+    x_stride,
+    scale_ptr,  # [T * K] fp32 weights of the slots
+    place_ptr,  # [T * K] int64
+    owner_ptr,  # [T * K] int64
+    items_ptr,  # Sends.items
+    num_items,
+    index_ptr,  # Sends.index
+    counters_ptr,
+    peers_ptr,
+    rank,
+    turn,
+    first_flag,
+    rows_at,
+    scale_at,
+    slots_at,
+    slot_places_at,
+    slot_scales_at,
+    fault_ptr,
+    timeout_ns,
+    inner,
+    ELEMENT: tl.constexpr,
+    SCALED: tl.constexpr,
+    RELAYED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    for n in range(program, num_items, PROGRAMS):
+        item = items_ptr + n * 7
+        peer, first, num = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+        row, flag, counter, reach = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
+        if may_write_to(peers_ptr, peer, rank, turn, fault_ptr, timeout_ns):
+            i = tl.arange(0, ROWS).to(tl.int64)
+            live = i < num
+            entry = tl.load(index_ptr + first + i, mask=live, other=0)
+            if RELAYED:
+                token = entry
+                to_ptr = data_of(peers_ptr, peer, slots_at, ELEMENT)
+                places_ptr = data_of(peers_ptr, peer, slot_places_at, tl.int64)
+                scales_ptr = data_of(peers_ptr, peer, slot_scales_at, tl.float32)
+                for k in range(TOP_K):
+                    place = tl.load(place_ptr + token * TOP_K + k, mask=live, other=-1)
+                    owner = tl.load(owner_ptr + token * TOP_K + k, mask=live, other=-1)
+                    tl.store(places_ptr + (row + i) * TOP_K + k, tl.where(owner == peer, place, -1), mask=live)
+                    if SCALED:
+                        scale = tl.load(scale_ptr + token * TOP_K + k, mask=live, other=0.0)
+                        tl.store(scales_ptr + (row + i) * TOP_K + k, scale, mask=live)
+            else:
+                token = entry // TOP_K
+                to_ptr = data_of(peers_ptr, peer, rows_at, ELEMENT)
+                if SCALED:
+                    scale = tl.load(scale_ptr + entry, mask=live, other=0.0)
+                    tl.store(data_of(peers_ptr, peer, scale_at, tl.float32) + row + i, scale, mask=live)
+            _copy_rows(x_ptr + token * x_stride, to_ptr + (row + i) * inner, live, inner, ROWS, COLUMNS)
+            count(counters_ptr, counter, reach, peers_ptr, peer, first_flag + flag, turn)
+
+
+@triton.jit
+def _relay(  # type: ignore[no-untyped-def]
+    program,
+    items_ptr,  # Relay.items
+    num_items,
+    counters_ptr,
+    peers_ptr,
+    rank,
+    turn,
+    first_flag,
+    rows_at,
+    scale_at,
+    slots_at,
+    slot_places_at,
+    slot_scales_at,
+    fault_ptr,
+    timeout_ns,
+    inner,
+    ELEMENT: tl.constexpr,
+    SCALED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    own_flags = words_of(peers_ptr, rank)
+    rows_ptr = data_of(peers_ptr, rank, rows_at, ELEMENT)
+    scale_ptr = data_of(peers_ptr, rank, scale_at, tl.float32)
+    slots_ptr = data_of(peers_ptr, rank, slots_at, ELEMENT)
+    places_ptr = data_of(peers_ptr, rank, slot_places_at, tl.int64)
+    scales_ptr = data_of(peers_ptr, rank, slot_scales_at, tl.float32)
+    for n in range(program, num_items, PROGRAMS):
+        item = items_ptr + n * 5
+        source, slot, num = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+        flag, reach = tl.load(item + 3), tl.load(item + 4)
+        if wait_at_least(own_flags, first_flag + flag, turn, source, fault_ptr, timeout_ns):
+            i = tl.arange(0, ROWS).to(tl.int64)
+            from_ptr = slots_ptr + (slot + i) * inner
+            for k in range(TOP_K):
+                place = tl.load(places_ptr + (slot + i) * TOP_K + k, mask=i < num, other=-1)
+                live = place >= 0
+                if SCALED:
+                    scale = tl.load(scales_ptr + (slot + i) * TOP_K + k, mask=live, other=0.0)
+                    tl.store(scale_ptr + place, scale, mask=live)
+                _copy_rows(from_ptr, rows_ptr + place * inner, live, inner, ROWS, COLUMNS)
+            count(counters_ptr, source, reach, peers_ptr, rank, first_flag + source, turn)
+
+
+@triton.jit
+def _compute(  # type: ignore[no-untyped-def]
+    program,
+    tiles_ptr,  # Tiles.items
+    num_tiles,
+    needs_ptr,  # Tiles.flags
+    w_ptr,
+    w_stride_expert,
+    w_stride_column,
+    w_stride_inner,
+    h_ptr,  # [R, columns]
+    peers_ptr,
+    rank,
+    turn,
+    first_flag,
+    rows_at,
+    scale_at,
+    fault_ptr,
+    timeout_ns,
+    columns,
+    inner,
+    ELEMENT: tl.constexpr,
+    SCALED: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    own_flags = words_of(peers_ptr, rank)
+    rows_ptr = data_of(peers_ptr, rank, rows_at, ELEMENT)
+    scale_ptr = data_of(peers_ptr, rank, scale_at, tl.float32)
+    across = tl.cdiv(columns, BLOCK_N)
+    for n in range(program, num_tiles * across, PROGRAMS):
+        item = tiles_ptr + n // across * 7
+        expert, first, end = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+        there = tl.full((), 1, tl.int1)
+        for need in range(tl.load(item + 5), tl.load(item + 6)):
+            flag, source = tl.load(needs_ptr + need * 3), tl.load(needs_ptr + need * 3 + 2)
+            there = wait_at_least(own_flags, first_flag + flag, turn, source, fault_ptr, timeout_ns) & there
+        row = first + tl.arange(0, BLOCK_M)
+        live = row < end
+        column = n % across * BLOCK_N + tl.arange(0, BLOCK_N).to(tl.int64)
+        acc = tile_product(
+            rows_ptr,
+            scale_ptr,
+            w_ptr + expert * w_stride_expert,
+            w_stride_column,
+            w_stride_inner,
+            row,
+            live,
+            column,
+            columns,
+            inner,
+            ELEMENT,
+            SCALED,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+        )
+        acc = tl.where(there, acc, float("nan"))
+        mask = live[:, None] & (column < columns)[None, :]
+        tl.store(h_ptr + row[:, None] * columns + column[None, :], rounded(acc, ELEMENT), mask=mask)
+
+
+VARYING = ("num_sends", "num_relays", "num_tiles", "rank", "world", "turn", "call", "first_flag", "timeout_ns")
+"""Arguments for whose values the kernel is not compiled anew."""
+
+
+@triton.jit(do_not_specialize=VARYING)
+def dispatch_matmul_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,
+    x_stride,
+    scale_ptr,
+    place_ptr,
+    owner_ptr,
+    sends_ptr,
+    num_sends,
+    index_ptr,
+    relays_ptr,
+    num_relays,
+    tiles_ptr,
+    num_tiles,
+    needs_ptr,
+    send_counters_ptr,
+    relay_counters_ptr,
+    w_ptr,
+    w_stride_expert,
+    w_stride_column,
+    w_stride_inner,
+    h_ptr,
+    peers_ptr,
+    rank,
+    world,
+    turn,
+    call,
+    first_flag,
+    rows_at,
+    scale_at,
+    slots_at,
+    slot_places_at,
+    slot_scales_at,
+    fault_ptr,
+    timeout_ns,
+    columns,
+    inner,
+    ELEMENT: tl.constexpr,
+    SCALED: tl.constexpr,
+    RELAYED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SEND_PROGRAMS: tl.constexpr,
+    RELAY_PROGRAMS: tl.constexpr,
+    COMPUTE_PROGRAMS: tl.constexpr,
+    SEND_ROWS: tl.constexpr,
+    SEND_COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Programs 0.. send, then relay (none unless RELAYED), then compute; see the module's picture."""
+    program = tl.program_id(0)
+    if program == 0:
+        enter(peers_ptr, rank, world, turn, call)
+    if program < SEND_PROGRAMS:
+        _send(
+            program, x_ptr, x_stride, scale_ptr, place_ptr, owner_ptr, sends_ptr, num_sends, index_ptr,
+            send_counters_ptr, peers_ptr, rank, turn, first_flag, rows_at, scale_at, slots_at, slot_places_at,
+            slot_scales_at, fault_ptr, timeout_ns, inner, ELEMENT, SCALED, RELAYED, TOP_K, SEND_PROGRAMS, SEND_ROWS,
+            SEND_COLUMNS,
+        )  # fmt: skip
+    elif program < SEND_PROGRAMS + RELAY_PROGRAMS:
+        _relay(
+            program - SEND_PROGRAMS, relays_ptr, num_relays, relay_counters_ptr, peers_ptr, rank, turn, first_flag,
+            rows_at, scale_at, slots_at, slot_places_at, slot_scales_at, fault_ptr, timeout_ns, inner, ELEMENT, SCALED,
+            TOP_K, RELAY_PROGRAMS, SEND_ROWS, SEND_COLUMNS,
+        )  # fmt: skip
+    else:
+        _compute(
+            program - SEND_PROGRAMS - RELAY_PROGRAMS, tiles_ptr, num_tiles, needs_ptr, w_ptr, w_stride_expert,
+            w_stride_column, w_stride_inner, h_ptr, peers_ptr, rank, turn, first_flag, rows_at, scale_at, fault_ptr,
+            timeout_ns, columns, inner, ELEMENT, SCALED, COMPUTE_PROGRAMS, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip

@@ -1,0 +1,63 @@
+"""Device code of both operators for experts: a tile of a grouped GEMM, and flags that many blocks raise together."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_comm.overlap.triton.device import multiply_add, rounded, words_of
+from moe_comm.overlap.triton.flags import notify
+
+
+@triton.jit
+def count(counters_ptr, counter, reach, peers_ptr, peer, flag, turn):  # type: ignore[no-untyped-def]
+    """One more block is written; whoever writes the last of ``reach`` raises ``flag`` of ``peer`` to ``turn``.
+
+    counters_ptr: int64 in this rank's own memory, zero at the start. The count is of system scope, as the flag is: what
+    another program wrote to a peer, and counted, must be there for the peer when this one raises the flag.
+    """
+    tl.debug_barrier()  # one thread counts, for the stores of all
+    one = tl.full((), 1, tl.int64)
+    before = tl.atomic_add(counters_ptr + counter, one, sem="acq_rel", scope="sys")
+    if before + 1 == reach:
+        notify(words_of(peers_ptr, peer), flag, turn)
+
+
+@triton.jit
+def tile_product(  # type: ignore[no-untyped-def]
+    rows_ptr,  # [R, inner] dense, of ELEMENT
+    scale_ptr,  # [R] fp32; any pointer unless SCALED
+    w_ptr,  # the expert's [columns, inner]
+    w_stride_column,
+    w_stride_inner,
+    row,  # [BLOCK_M] int64
+    live,  # [BLOCK_M] which of them are rows of the tile
+    column,  # [BLOCK_N] int64
+    columns,
+    inner,
+    ELEMENT: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """[BLOCK_M, BLOCK_N] fp32 = rows @ w.T, inner columns in order: the bits do not depend on who computes it when.
+
+    SCALED: rows are first multiplied by their scale, and rounded, as ``plain.scale`` does.
+    """
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if SCALED:
+        scale = tl.load(scale_ptr + row, mask=live, other=0.0)
+    for first in range(0, inner, BLOCK_K):
+        at = first + tl.arange(0, BLOCK_K).to(tl.int64)
+        inside = at < inner
+        a = tl.load(rows_ptr + row[:, None] * inner + at[None, :], mask=live[:, None] & inside[None, :], other=0.0)
+        if SCALED:
+            a = rounded(a.to(tl.float32) * scale[:, None], ELEMENT)
+        b = tl.load(
+            w_ptr + at[:, None] * w_stride_inner + column[None, :] * w_stride_column,
+            mask=inside[:, None] & (column < columns)[None, :],
+            other=0.0,
+        )
+        acc = multiply_add(a, b, acc)
+    return acc

@@ -1,0 +1,94 @@
+"""The operators for experts as they are compiled ahead of time: 8 experts a token, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moe_comm.overlap.triton.dispatch_matmul import dispatch_matmul_kernel
+from moe_comm.overlap.triton.matmul_combine import matmul_combine_kernel
+from moe_comm.overlap.triton.programs import DTYPES
+from moe_comm.overlap.triton.specs import POINTERS, KernelSpec
+from moe_comm.overlap.triton.tiling import ExpertTiling
+
+_NUMBERS = ("num_sends", "num_relays", "num_tiles", "num_sums", "num_sources", "rank", "world", "turn", "call")
+_OFFSETS = ("first_flag", "timeout_ns")
+_ALIGNED = (
+    *("rows_at", "scale_at", "slots_at", "slot_places_at", "slot_scales_at", "out_at", "columns", "inner", "x_stride"),
+    *("w_stride_expert", "w_stride_column", "w_stride_inner"),
+)
+_ROWS = ("x_ptr", "w_ptr", "h_ptr", "rows_ptr", "y_ptr")
+PROCESSORS = 132
+"""Of the GPU that numbers of programs are for; another number is compiled when it is first seen."""
+
+
+def _spec(
+    name: str, kernel: Any, dtype: torch.dtype, dense: str, constants: dict[str, Any], weighted: str
+) -> KernelSpec:
+    tiling = ExpertTiling.of(dtype)
+    blocks = {"BLOCK_M": tiling.rows, "BLOCK_N": tiling.columns, "BLOCK_K": tiling.inner}
+    constants = {"ELEMENT": DTYPES[dtype], "TOP_K": 8, dense: 1, **blocks, **constants}
+    types = {}
+    for argument in kernel.arg_names:
+        if argument in constants:
+            continue
+        if argument in _ROWS:
+            types[argument] = POINTERS[dtype]
+        elif argument.endswith("_ptr"):
+            types[argument] = "*fp32" if argument == weighted else "*i64"
+        else:
+            types[argument] = "i64" if argument in _OFFSETS else "i32"
+    return KernelSpec(
+        f"{name}, {str(dtype).removeprefix('torch.')}",
+        kernel,
+        types,
+        constants,
+        (*_ALIGNED, *(argument for argument in types if argument.endswith("_ptr"))),
+        tiling.warps,
+        tiling.stages,
+        options={"enable_fp_fusion": False} if kernel is matmul_combine_kernel else {},
+    )
+
+
+def _dispatch(name: str, dtype: torch.dtype, *, scaled: bool, relayed: bool) -> KernelSpec:
+    tiling = ExpertTiling.of(dtype)
+    moving, computing = tiling.split(PROCESSORS, 2 if relayed else 1)
+    constants = {
+        "SCALED": scaled,
+        "RELAYED": relayed,
+        "SEND_PROGRAMS": moving,
+        "RELAY_PROGRAMS": moving if relayed else 0,
+        "COMPUTE_PROGRAMS": computing,
+        "SEND_ROWS": tiling.send_rows,
+        "SEND_COLUMNS": tiling.send_columns,
+    }
+    dense = "w_stride_column" if scaled else "w_stride_inner"
+    return _spec(name, dispatch_matmul_kernel, dtype, dense, constants, "scale_ptr" if scaled else "")
+
+
+def _combine(name: str, dtype: torch.dtype, *, weighted: bool) -> KernelSpec:
+    tiling = ExpertTiling.of(dtype)
+    summing, computing = tiling.split(PROCESSORS, 1)
+    constants = {
+        "WEIGHTED": weighted,
+        "COMPUTE_PROGRAMS": computing,
+        "SUM_PROGRAMS": summing,
+        "TOKENS": tiling.sum_tokens,
+        "SUM_COLUMNS": tiling.columns,
+    }
+    dense = "w_stride_inner" if weighted else "w_stride_column"
+    return _spec(name, matmul_combine_kernel, dtype, dense, constants, "weights_ptr" if weighted else "")
+
+
+EXPERT_KERNELS: tuple[KernelSpec, ...] = (
+    _dispatch("dispatch_matmul, forward", torch.bfloat16, scaled=False, relayed=False),
+    _dispatch("dispatch_matmul, forward, relayed", torch.bfloat16, scaled=False, relayed=True),
+    _dispatch("matmul_combine, backward", torch.bfloat16, scaled=True, relayed=False),
+    _dispatch("matmul_combine, backward, relayed", torch.bfloat16, scaled=True, relayed=True),
+    _combine("matmul_combine, forward", torch.bfloat16, weighted=True),
+    _combine("dispatch_matmul, backward", torch.bfloat16, weighted=False),
+    _dispatch("dispatch_matmul, forward", torch.float32, scaled=False, relayed=False),
+    _combine("matmul_combine, forward", torch.float32, weighted=True),
+)
+"""In bfloat16 each way that a layer can take, and in float32 the forward pass."""

@@ -1,0 +1,225 @@
+"""All-gather + GEMM in one persistent kernel (Flux, arXiv 2406.06858).
+
+    rank 1 of 3                                                     own rows are there at once; then round the ring
+    moving     rows of rank 1 ──▶ rank 0, ──▶ rank 2                ranks  1  2  0
+    computing  tiles of rank 1's rows │ wait, tiles of rank 2's │ wait, tiles of rank 0's
+
+A tile waits for one flag, that of the chunk of rows that it lies in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_comm.overlap.triton.device import data_of, enter, int64, rounded, words_of
+from moe_comm.overlap.triton.flags import wait_at_least
+from moe_comm.overlap.triton.memory import TURN_ARGUMENTS, Names, SymmetricMemory, Turn
+from moe_comm.overlap.triton.programs import (
+    DTYPES,
+    Programs,
+    aligned,
+    push_rows,
+    tile_at,
+    tile_offsets,
+    tile_product,
+)
+
+
+@triton.jit(do_not_specialize=TURN_ARGUMENTS)
+def gather_matmul_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,
+    b_ptr,
+    y_ptr,
+    peers_ptr,
+    fault_ptr,
+    rows,
+    inner,
+    columns,
+    b_stride_k,
+    b_stride_n,
+    rank,
+    world,
+    turn,
+    call,
+    first_flag,
+    data,
+    timeout_ns,
+    moving,
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    COPY: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """y [W, rows, columns] = every rank's x [rows, inner] @ b [inner, columns]; x and y dense."""
+    program = tl.program_id(0)
+    if program == 0:
+        enter(peers_ptr, rank, world, turn, call)
+    if program < moving:
+        push_rows(
+            x_ptr, rows, inner, peers_ptr, fault_ptr, rank, world, turn, first_flag, data, timeout_ns,
+            program, moving, DTYPE, ALIGNED, CHUNK, COPY,
+        )  # fmt: skip
+    else:
+        chunks = tl.cdiv(rows, CHUNK)
+        tiles_m = tl.cdiv(rows, BLOCK_M)
+        tiles_n = tl.cdiv(columns, BLOCK_N)
+        per_rank = tiles_m * tiles_n
+        for task in range(program - moving, world * per_rank, tl.num_programs(0) - moving):
+            source = (rank + task // per_rank) % world
+            tile_m, tile_n = tile_at(task % per_rank, tiles_m, tiles_n)
+            arrived = source == rank
+            a_ptr = x_ptr
+            if source != rank:
+                flag = first_flag + source * chunks + tile_m * BLOCK_M // CHUNK
+                arrived = wait_at_least(words_of(peers_ptr, rank), flag, turn, source, fault_ptr, timeout_ns)
+                a_ptr = data_of(peers_ptr, rank, data, DTYPE) + int64(source) * rows * inner
+            acc = tile_product(
+                a_ptr, b_ptr, tile_m, tile_n, rows, inner, columns, b_stride_k, b_stride_n,
+                ALIGNED, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+            acc = tl.where(arrived, acc, float("nan"))
+            offsets, inside = tile_offsets(tile_m, tile_n, rows, columns, BLOCK_M, BLOCK_N)
+            to_ptr = y_ptr + int64(source) * rows * columns
+            tl.store(to_ptr + offsets, rounded(acc, DTYPE), mask=inside)
+
+
+@triton.jit(do_not_specialize=TURN_ARGUMENTS)
+def push_rows_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,
+    peers_ptr,
+    fault_ptr,
+    rows,
+    width,
+    rank,
+    world,
+    turn,
+    call,
+    first_flag,
+    data,
+    timeout_ns,
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    COPY: tl.constexpr,
+):
+    """Only the moving programs."""
+    program = tl.program_id(0)
+    if program == 0:
+        enter(peers_ptr, rank, world, turn, call)
+    push_rows(
+        x_ptr, rows, width, peers_ptr, fault_ptr, rank, world, turn, first_flag, data, timeout_ns,
+        program, tl.num_programs(0), DTYPE, ALIGNED, CHUNK, COPY,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=TURN_ARGUMENTS)
+def await_rows_kernel(  # type: ignore[no-untyped-def]
+    peers_ptr,
+    fault_ptr,
+    rows,
+    width,
+    rank,
+    world,
+    turn,
+    first_flag,
+    data,
+    timeout_ns,
+    DTYPE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    COPY: tl.constexpr,
+):
+    """End when the rows of all peers have arrived. If some have not, the first row of those is made NaN."""
+    chunks = tl.cdiv(rows, CHUNK)
+    for task in range(tl.program_id(0), (world - 1) * chunks, tl.num_programs(0)):
+        source = (rank + 1 + task // chunks) % world
+        flag = first_flag + source * chunks + task % chunks
+        if not wait_at_least(words_of(peers_ptr, rank), flag, turn, source, fault_ptr, timeout_ns):
+            row_ptr = data_of(peers_ptr, rank, data, DTYPE) + int64(source) * rows * width
+            nan = tl.full((COPY,), float("nan"), tl.float32)
+            for first in range(0, width, COPY):
+                place = first + tl.arange(0, COPY)
+                tl.store(row_ptr + place, rounded(nan, DTYPE), mask=place < width)
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Where a turn gathers rows [S, D] of all ranks: ``offset`` bytes into its data, ``flag`` flags after its first."""
+
+    memory: SymmetricMemory
+    turn: Turn
+    programs: Programs
+    offset: int = 0
+    flag: int = 0
+
+    @staticmethod
+    def needs(rows: int, width: int, dtype: torch.dtype, world: int, programs: Programs) -> tuple[int, int]:
+        """Bytes of data, and flags."""
+        return world * rows * width * dtype.itemsize, world * -(-rows // programs.chunk_rows)
+
+    @staticmethod
+    def names(rows: int, programs: Programs) -> Names:
+        """What a flag says."""
+        chunks, size = -(-rows // programs.chunk_rows), programs.chunk_rows
+
+        def name(place: int) -> str:
+            source, chunk = divmod(place, chunks)
+            return f"that rows {chunk * size} to {min(rows, chunk * size + size) - 1} of rank {source} have arrived"
+
+        return name
+
+    @property
+    def place(self) -> tuple[int, int, int, int, int]:
+        """rank, world, turn, first flag and data, as kernels take them."""
+        memory, turn = self.memory, self.turn
+        return memory.rank, memory.world, turn.number, turn.first_flag + self.flag, turn.data + self.offset
+
+    def multiply(self, x_SD: Tensor, b_DN: Tensor, y_WSN: Tensor) -> None:
+        """Gather x and write the products of all ranks' rows with b. x and y are dense; b has any strides."""
+        (rows, inner), columns = x_SD.shape, b_DN.shape[1]
+        memory, programs = self.memory, self.programs
+        rank, world, number, first_flag, data = self.place
+        grid = programs.moving + programs.computing
+        gather_matmul_kernel[(grid,)](
+            x_SD, b_DN, y_WSN, memory.peers_W, memory.fault,
+            rows, inner, columns, b_DN.stride(0), b_DN.stride(1),
+            rank, world, number, self.turn.call, first_flag, data, memory.timeout_ns, programs.moving,
+            DTYPE=DTYPES[x_SD.dtype], ALIGNED=_aligned(x_SD), CHUNK=programs.chunk_rows, COPY=programs.copy,
+            **programs.launch(x_SD.device),
+        )  # fmt: skip
+
+    def push(self, x_SD: Tensor) -> None:
+        """Only send this rank's rows."""
+        memory, programs = self.memory, self.programs
+        rank, world, number, first_flag, data = self.place
+        push_rows_kernel[(programs.moving,)](
+            x_SD, memory.peers_W, memory.fault, *x_SD.shape,
+            rank, world, number, self.turn.call, first_flag, data, memory.timeout_ns,
+            DTYPE=DTYPES[x_SD.dtype], ALIGNED=_aligned(x_SD), CHUNK=programs.chunk_rows, COPY=programs.copy,
+        )  # fmt: skip
+
+    def await_all(self, x_SD: Tensor) -> None:
+        """Wait for what peers push."""
+        memory, programs = self.memory, self.programs
+        await_rows_kernel[(programs.moving,)](
+            memory.peers_W, memory.fault, *x_SD.shape, *self.place, memory.timeout_ns,
+            DTYPE=DTYPES[x_SD.dtype], CHUNK=programs.chunk_rows, COPY=programs.copy,
+        )  # fmt: skip
+
+    def rows(self, x_SD: Tensor) -> Tensor:
+        """[W, S, D], once all have arrived; valid until the next turn."""
+        shape = (self.memory.world, *x_SD.shape)
+        whole_WSD = self.memory.data(self.turn, shape, x_SD.dtype, self.offset)
+        whole_WSD[self.memory.rank] = x_SD
+        return whole_WSD
+
+
+def _aligned(x_SD: Tensor) -> bool:
+    return aligned(x_SD.data_ptr(), row_bytes=x_SD.shape[1] * x_SD.element_size())

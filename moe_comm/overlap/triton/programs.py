@@ -1,0 +1,198 @@
+"""How many programs a fused kernel has and what each takes at a time; and device code for tiles of a linear layer.
+
+Programs are persistent: as many as the device holds at once, each of which takes every n-th task. Those that others
+wait for have the lower numbers, so that they run first where programs run one after another (Triton's interpreter),
+and all of them are resident where they run side by side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from moe_comm.errors import ConfigError, InputError
+from moe_comm.overlap.tiles import at_least_one
+from moe_comm.overlap.triton.device import data_of, int64, may_write_to, multiply_add, words_of
+from moe_comm.overlap.triton.flags import notify
+
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+"""What the kernels take."""
+
+
+@dataclass(frozen=True)
+class Programs:
+    """The shape of a fused kernel's launch.
+
+    moving: programs that push rows to peers, or add up what peers have pushed.
+    computing: programs that multiply. Both together must be resident at once: no more than the device has processors,
+        each of which holds one.
+    block_m, block_n, block_k: a tile's rows and columns, and the part of the inner dimension taken in one step; powers
+        of two of at least 16.
+    chunk_tiles: tiles of rows that are pushed under one flag.
+    copy: elements that a pushing program moves in one step, a power of two.
+    num_warps, num_stages: of the compiled kernel.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+
+    moving: int
+    computing: int
+    block_m: int = 64
+    block_n: int = 64
+    block_k: int = 32
+    chunk_tiles: int = 1
+    copy: int = 4096
+    num_warps: int = 4
+    num_stages: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("moving", "computing", "chunk_tiles", "copy", "num_warps", "num_stages"):
+            at_least_one(name, getattr(self, name))
+        for name in ("block_m", "block_n", "block_k"):
+            value = getattr(self, name)
+            if value < 16 or value & (value - 1):
+                raise ConfigError(f"{name} must be a power of two of at least 16; got {value}")
+        if self.copy & (self.copy - 1):
+            raise ConfigError(f"copy must be a power of two; got {self.copy}")
+
+    @classmethod
+    def of(cls, device: torch.device, dtype: torch.dtype) -> Programs:
+        """For ``device``: one program for each of its processors, an eighth of them moving rows.
+
+        Raises:
+            InputError: the kernels do not take ``dtype``.
+        """
+        if dtype not in DTYPES:
+            raise InputError(f"the Triton operators take {', '.join(map(str, DTYPES))}; got {dtype}")
+        processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+        moving = max(1, processors // 8)
+        return cls(moving, max(1, processors - moving), **TILES[dtype])
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows under one flag."""
+        return self.block_m * self.chunk_tiles
+
+    def launch(self, device: torch.device) -> dict[str, Any]:
+        """Options of a launch. Cooperative: CUDA refuses a grid that is not resident at once, where it would hang."""
+        blocks = {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k}
+        if device.type != "cuda":
+            return blocks
+        return blocks | {
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "launch_cooperative_grid": True,
+        }
+
+
+_HALF = {"block_m": 128, "block_n": 128, "block_k": 64, "num_warps": 8}
+TILES: dict[torch.dtype, dict[str, int]] = {torch.float32: {}, torch.bfloat16: _HALF, torch.float16: _HALF}
+"""fp32 is multiplied without tensor cores, whose TF32 would drop bits; its tiles are smaller so as not to spill."""
+
+
+def aligned(*addresses: int, row_bytes: int) -> bool:
+    """Whether rows of ``row_bytes`` from these addresses all begin at multiples of 16 bytes, as wide loads need."""
+    return all(address % 16 == 0 for address in addresses) and row_bytes % 16 == 0
+
+
+@triton.jit
+def tile_at(tile, tiles_m, tiles_n):  # type: ignore[no-untyped-def]
+    """Row and column of tile ``tile``: 8 rows of tiles together, so that the next finds cached what one loads."""
+    per_group = 8 * tiles_n
+    first_m = tile // per_group * 8
+    group_m = min(tiles_m - first_m, 8)
+    place = tile % per_group
+    return first_m + place % group_m, place // group_m
+
+
+@triton.jit
+def tile_product(  # type: ignore[no-untyped-def]
+    a_ptr,
+    b_ptr,
+    tile_m,
+    tile_n,
+    rows,
+    inner,
+    columns,
+    b_stride_k,
+    b_stride_n,
+    ALIGNED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """fp32 [BLOCK_M, BLOCK_N] of a [rows, inner] @ b [inner, columns], block of K after block of K; 0 beyond."""
+    if ALIGNED:
+        a_ptr = tl.multiple_of(a_ptr, 16)
+    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    a_ptrs = a_ptr + m.to(tl.int64)[:, None] * inner + k[None, :]
+    b_ptrs = b_ptr + k.to(tl.int64)[:, None] * b_stride_k + n.to(tl.int64)[None, :] * b_stride_n
+    in_m = (m < rows)[:, None]
+    in_n = (n < columns)[None, :]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for first in range(0, inner, BLOCK_K):
+        a = tl.load(a_ptrs, mask=in_m & (k < inner - first)[None, :], other=0.0)
+        b = tl.load(b_ptrs, mask=in_n & (k < inner - first)[:, None], other=0.0)
+        acc = multiply_add(a, b, acc)
+        a_ptrs += BLOCK_K
+        b_ptrs += BLOCK_K * b_stride_k
+    return acc
+
+
+@triton.jit
+def tile_offsets(tile_m, tile_n, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Offsets of a tile's elements in a dense [rows, columns], and which of them there are."""
+    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    offsets = m.to(tl.int64)[:, None] * columns + n[None, :]
+    return offsets, (m < rows)[:, None] & (n < columns)[None, :]
+
+
+@triton.jit
+def push_rows(  # type: ignore[no-untyped-def]
+    x_ptr,
+    rows,
+    width,
+    peers_ptr,
+    fault_ptr,
+    rank,
+    world,
+    turn,
+    first_flag,
+    data,
+    timeout_ns,
+    program,
+    programs,
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    COPY: tl.constexpr,
+):
+    """One of ``programs`` that copy x [rows, width] to the peers' data [W, rows, width], at the place of this rank.
+
+    By chunks of CHUNK rows, each with flag ``first_flag + rank * chunks + chunk``. The rank before this one is served
+    first, because this one's rows are the first that it wants: in every step each rank serves one, and is served.
+    """
+    chunks = tl.cdiv(rows, CHUNK)
+    for task in range(program, (world - 1) * chunks, programs):
+        peer = (rank + world - 1 - task // chunks) % world
+        chunk = task % chunks
+        if may_write_to(peers_ptr, peer, rank, turn, fault_ptr, timeout_ns):
+            first = int64(chunk) * CHUNK * width
+            count = tl.minimum(int64(rows) - chunk * CHUNK, CHUNK) * width
+            from_ptr = x_ptr + first
+            to_ptr = data_of(peers_ptr, peer, data, DTYPE) + int64(rank) * rows * width + first
+            if ALIGNED:
+                from_ptr = tl.multiple_of(from_ptr, 16)
+                to_ptr = tl.multiple_of(to_ptr, 16)
+            for start in range(0, count, COPY):
+                place = start + tl.arange(0, COPY)
+                tl.store(to_ptr + place, tl.load(from_ptr + place, mask=place < count), mask=place < count)
+            notify(words_of(peers_ptr, peer), first_flag + rank * chunks + chunk, turn)

@@ -1,0 +1,76 @@
+"""What to compile kernels for ahead of time: ``KernelSpec``, and ``LINEAR_KERNELS``, for linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from moe_comm.overlap.triton.gather_matmul import await_rows_kernel, gather_matmul_kernel, push_rows_kernel
+from moe_comm.overlap.triton.matmul_scatter import matmul_scatter_kernel
+from moe_comm.overlap.triton.programs import DTYPES, TILES, Programs
+
+POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64"}
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One kernel as it is launched for common sizes.
+
+    name: unique, for the table. kernel: the ``@triton.jit`` function.
+    types: of every argument that is no constant, in Triton's words ("*bf16", "i32", "i64"), by name.
+    constants: of the ``tl.constexpr`` arguments, and of arguments that are 1 (strides).
+    aligned: names of arguments that are multiples of 16, pointers and numbers.
+    """
+
+    name: str
+    kernel: Any
+    types: Mapping[str, str]
+    constants: Mapping[str, Any]
+    aligned: tuple[str, ...] = ()
+    num_warps: int = 4
+    num_stages: int = 3
+    cooperative: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+_PLACE = {"rank": "i32", "world": "i32", "turn": "i32", "call": "i32", "first_flag": "i32", "data": "i32"}
+_ALIGNED = ("x_ptr", "b_ptr", "y_ptr", "peers_ptr", "fault_ptr", "inner", "columns", "width", "data")
+
+
+def _linear_specs(dtype: torch.dtype) -> tuple[KernelSpec, ...]:
+    programs, row = Programs(1, 1, **TILES[dtype]), POINTERS[dtype]
+    memory = {"peers_ptr": "*i64", "fault_ptr": "*i64"}
+    tensors = {"x_ptr": row, "b_ptr": row, "y_ptr": row, **memory}
+    sizes = {"rows": "i32", "inner": "i32", "columns": "i32"}
+    tiles = {"BLOCK_M": programs.block_m, "BLOCK_N": programs.block_n, "BLOCK_K": programs.block_k}
+    moving = {"DTYPE": DTYPES[dtype], "CHUNK": programs.chunk_rows, "COPY": programs.copy}
+    name, warps, stages = str(dtype).removeprefix("torch."), programs.num_warps, programs.num_stages
+    specs = []
+    # The forward pass multiplies by weight.T, the backward pass by the weight as it lies.
+    for way, strided, dense in (("forward", "b_stride_n", "b_stride_k"), ("backward", "b_stride_k", "b_stride_n")):
+        types = {**tensors, **sizes, strided: "i32", **_PLACE, "timeout_ns": "i64"}
+        constants = {dense: 1, "ALIGNED": True, **tiles}
+        for kernel, count, more in (
+            (gather_matmul_kernel, "moving", moving),
+            (matmul_scatter_kernel, "computing", {"DTYPE": DTYPES[dtype]}),
+        ):
+            specs.append(
+                KernelSpec(
+                    f"{kernel.__name__.removesuffix('_kernel')}, {way}, {name}", kernel, {**types, count: "i32"},
+                    {**constants, **more}, (*_ALIGNED, strided), warps, stages,
+                )
+            )  # fmt: skip
+    sizes = {"rows": "i32", "width": "i32"}
+    push = {**memory, "x_ptr": row, **sizes, **_PLACE, "timeout_ns": "i64"}
+    wait = {**memory, **sizes, **_PLACE, "timeout_ns": "i64"}
+    del wait["call"]
+    specs.append(KernelSpec(f"push_rows, {name}", push_rows_kernel, push, {**moving, "ALIGNED": True}, _ALIGNED))
+    specs.append(KernelSpec(f"await_rows, {name}", await_rows_kernel, wait, moving, _ALIGNED))
+    return tuple(specs)
+
+
+LINEAR_KERNELS: tuple[KernelSpec, ...] = (*_linear_specs(torch.bfloat16), *_linear_specs(torch.float32))
+"""As they are launched forward and backward; ``ahead.py`` has those of the operators for experts, too."""

@@ -1,0 +1,382 @@
+"""The operators for experts as Triton kernels, under the interpreter: bits where sums are exact, else 2 ulp a term."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from moe_comm.dispatch import plain
+from moe_comm.dispatch.all_to_all import AllToAllDispatcher, Routes
+from moe_comm.dispatch.base import DispatchOptions
+from moe_comm.dispatch.channels import CollectiveOptions, channel_of, configure_collectives
+from moe_comm.dispatch.payload import Payloads
+from moe_comm.errors import ConfigError, InputError, PeerTimeout, RankMismatch, RoutingError
+from moe_comm.overlap.ring import Ring
+from moe_comm.overlap.tiles import Cut
+from moe_comm.overlap.triton import launch
+from moe_comm.overlap.triton.experts import dispatch_matmul, matmul_combine
+from moe_comm.overlap.triton.memory import forget
+from moe_comm.overlap.triton.routes import (
+    Places,
+    combine_sums,
+    combine_tiles,
+    direct_sends,
+    dispatch_tiles,
+    relay_items,
+    relay_sends,
+)
+from moe_comm.overlap.triton.tiling import ExpertTiling
+from moe_comm.topology import ExpertPlacement
+from tests.pool import RankPool
+
+WORLD, D, F, K = 4, 32, 24, 3
+SMALL = ExpertTiling(rows=16, columns=16, inner=16, send_rows=8, send_columns=32, sum_tokens=8, slices=2, programs=3)
+
+
+@dataclass(frozen=True)
+class Case:
+    """experts: of each rank. tokens: of each rank. route: how slots choose."""
+
+    experts: tuple[int, ...]
+    tokens: tuple[int, ...]
+    route: str = "random"
+
+    @property
+    def placement(self) -> ExpertPlacement:
+        return ExpertPlacement(self.experts)
+
+    def ids(self, rank: int) -> Tensor:
+        total = sum(self.experts)
+        generator = torch.Generator().manual_seed(rank)
+        ids = torch.rand(self.tokens[rank], total, generator=generator).topk(K).indices
+        if self.route == "one":
+            return torch.full_like(ids, total - 1)
+        if self.route == "few":  # experts 0 and 1 get all, the others nothing; some slots are dropped
+            ids = ids % 2
+        return ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.2, -1)
+
+
+CASES = {
+    "balanced": Case((2, 2, 2, 2), (9, 12, 7, 11)),
+    "uneven": Case((3, 0, 2, 1), (5, 24, 0, 3)),
+    "empty experts": Case((1, 1, 1, 1), (6, 0, 9, 4), "few"),
+    "one expert": Case((2, 1, 1, 1), (10, 3, 8, 1), "one"),
+    "no tokens": Case((1, 1, 1, 1), (0, 0, 0, 0)),
+}
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[RankPool]:
+    """Ranks in which Triton interprets: it is imported there only once this is set."""
+    with pytest.MonkeyPatch.context() as patch, RankPool(WORLD) as pool:
+        patch.setenv("TRITON_INTERPRET", "1")
+        yield pool
+
+
+def _whole(case: Case, dtype: torch.dtype, whole_numbers: bool = True) -> dict[str, list[Tensor]]:
+    """Everything by rank. Small whole numbers: every sum of products is exact in fp32."""
+    generator = torch.Generator().manual_seed(7)
+
+    def draw(*shape: int, most: int = 2) -> Tensor:
+        if whole_numbers:
+            return torch.randint(-most, most + 1, shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    return {
+        "x": [draw(tokens, D) for tokens in case.tokens],
+        "ids": [case.ids(rank) for rank in range(WORLD)],
+        "w1": [draw(experts, F, D) for experts in case.experts],
+        "w2": [draw(experts, D, F) for experts in case.experts],
+        "weights": [draw(tokens, K, most=3).float() for tokens in case.tokens],
+        "grad": [draw(tokens, D) for tokens in case.tokens],
+    }
+
+
+@dataclass(frozen=True)
+class Found:
+    """By rank: h, y, then the gradients of x, both weights and the routing weights."""
+
+    h: Tensor
+    y: Tensor
+    grads: tuple[Tensor, ...]
+
+
+def _rounded(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    return exact.to(dtype).double()
+
+
+def _expected(case: Case, dtype: torch.dtype) -> list[Found]:
+    """One process, in float64, rounded where the operators round."""
+    all_ = {name: [t.double() for t in values] for name, values in _whole(case, dtype).items()}
+    ids = torch.cat(_whole(case, dtype)["ids"])
+    x, weights, grad = (torch.cat(all_[name]) for name in ("x", "weights", "grad"))
+    w1, w2 = torch.cat(all_["w1"]), torch.cat(all_["w2"])
+    y, grad_x = torch.zeros_like(x), torch.zeros_like(x)
+    grad_w1, grad_w2, grad_weights = torch.zeros_like(w1), torch.zeros_like(w2), torch.zeros_like(weights)
+    rows: list[list[Tensor]] = []
+    for e in range(len(w1)):
+        token, slot = (ids == e).nonzero(as_tuple=True)
+        h = _rounded(x[token] @ w1[e].T, dtype)
+        out = _rounded(h @ w2[e].T, dtype)
+        y.index_put_((token,), weights[token, slot, None] * out, accumulate=True)
+        grad_out = _rounded(grad[token] * weights[token, slot, None], dtype)
+        grad_h = _rounded(grad_out @ w2[e], dtype)
+        grad_x.index_put_((token,), _rounded(grad_h @ w1[e], dtype), accumulate=True)
+        grad_w2[e], grad_w1[e] = grad_out.T @ h, grad_h.T @ x[token]
+        grad_weights[token, slot] = (grad[token] * out).sum(1)
+        rows.append([h])
+    per_rank = [0, *np.cumsum(case.experts).tolist()]
+    tokens = list(case.tokens)
+    split = [y.split(tokens), grad_x.split(tokens), grad_weights.split(tokens)]
+    found = []
+    for rank in range(WORLD):
+        own = slice(per_rank[rank], per_rank[rank + 1])
+        h = torch.cat([torch.zeros(0, F, dtype=torch.double), *(part for e in rows[own] for part in e)])
+        grads = (split[1][rank], grad_w1[own], grad_w2[own])
+        rounded = tuple(t.to(dtype) for t in (h, split[0][rank], *grads))
+        found.append(Found(rounded[0], rounded[1], (*rounded[2:], split[2][rank].float())))
+    return found
+
+
+def _forward_and_backward(rank: int, world: int, arg: tuple[Case, torch.dtype, ExpertTiling]) -> Found:
+    case, dtype, tiling = arg
+    mine = {name: values[rank] for name, values in _whole(case, dtype).items()}
+    dispatcher = AllToAllDispatcher(case.placement, dist.group.WORLD, rank)
+    leaves = [mine[name].requires_grad_() for name in ("x", "w1", "w2", "weights")]
+    h, passage = dispatch_matmul(dispatcher, leaves[0], mine["ids"], leaves[1], tiling)
+    y = matmul_combine(h, leaves[2], leaves[3], passage)
+    return Found(h.detach(), y.detach(), torch.autograd.grad(y, leaves, mine["grad"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "relay", "dtype"),
+    [
+        ("balanced", False, torch.float32),
+        ("balanced", True, torch.bfloat16),
+        ("uneven", False, torch.bfloat16),
+        ("uneven", True, torch.float32),
+        ("empty experts", False, torch.float32),
+        ("one expert", True, torch.bfloat16),
+        ("no tokens", True, torch.float32),
+    ],
+    ids=str,
+)
+def test_output_and_gradients_are_those_of_one_process(
+    name: str, relay: bool, dtype: torch.dtype, interpreted: RankPool
+) -> None:
+    case = CASES[name]
+    tiling = dataclasses.replace(SMALL, relay=relay)
+    results = interpreted.run(_forward_and_backward, (case, dtype, tiling))
+    for ours, exact in zip(results, _expected(case, dtype), strict=True):
+        assert torch.equal(ours.h, exact.h)
+        assert torch.equal(ours.y, exact.y)
+        for grad, whole in zip(ours.grads, exact.grads, strict=True):
+            assert grad.dtype == whole.dtype
+            assert torch.equal(grad, whole)
+
+
+def _same_bits(rank: int, world: int, dtype: torch.dtype) -> None:
+    """Random numbers: relaying, programs and slices do not change a bit; combine sums as plain.weighted_sum does."""
+    case = CASES["balanced"]
+    mine = {name: values[rank] for name, values in _whole(case, dtype, whole_numbers=False).items()}
+    dispatcher = AllToAllDispatcher(case.placement, dist.group.WORLD, rank)
+    first: tuple[Tensor, Tensor] | None = None
+    for change in ({}, {"relay": True, "programs": 5, "send_rows": 4, "slices": 1, "sum_tokens": 4}):
+        tiling = dataclasses.replace(SMALL, **change)
+        h, passage = dispatch_matmul(dispatcher, mine["x"], mine["ids"], mine["w1"], tiling)
+        y, results = launch.run_combine(passage, h, mine["w2"], mine["weights"])
+        summed = dispatcher.combine(results.clone(), mine["weights"], passage.layout)
+        assert torch.equal(y, summed)
+        if first is None:
+            first = (h, y)
+            reference = dispatcher.dispatch(mine["x"], mine["ids"])
+            exact = torch.cat(
+                [
+                    rows.double() @ w.double().T
+                    for rows, w in zip(
+                        reference.rows_RD.split(reference.layout.rows_per_expert), mine["w1"], strict=True
+                    )
+                ]
+            )
+            ulp = torch.finfo(torch.float32).eps * D + torch.finfo(dtype).eps
+            torch.testing.assert_close(h.double(), exact, rtol=2 * ulp, atol=2 * ulp * float(exact.abs().max()))
+        assert torch.equal(h, first[0])
+        assert torch.equal(y, first[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_relaying_programs_and_slices_do_not_change_a_bit(dtype: torch.dtype, interpreted: RankPool) -> None:
+    interpreted.run(_same_bits, dtype)
+
+
+def _bad(rank: int, world: int, arg: Any) -> None:
+    case = CASES["balanced"]
+    mine = {name: values[rank] for name, values in _whole(case, torch.float32).items()}
+    dispatcher = AllToAllDispatcher(case.placement, dist.group.WORLD, rank)
+    ids = mine["ids"].clone()
+    if rank == 2:
+        ids[1, 1] = 8
+    with pytest.raises(RoutingError, match="expert id 8 of token 1, slot 1"):
+        dispatch_matmul(dispatcher, mine["x"], ids, mine["w1"], SMALL)
+    with pytest.raises(InputError, match=r"needs weights \[2, .., 32\]"):
+        dispatch_matmul(dispatcher, mine["x"], mine["ids"], mine["w1"][: 2 - (rank == 1)], SMALL)
+    with pytest.raises(InputError, match="float64"):
+        dispatch_matmul(dispatcher, mine["x"].double(), mine["ids"], mine["w1"].double(), SMALL)
+    with pytest.raises(RankMismatch):
+        dispatch_matmul(dispatcher, mine["x"], mine["ids"], mine["w1"], dataclasses.replace(SMALL, relay=rank == 3))
+    payloads = Payloads(dispatch="bf16")
+    packing = AllToAllDispatcher(case.placement, dist.group.WORLD, rank, DispatchOptions(payloads=payloads))
+    with pytest.raises(ConfigError, match="move rows as they are"):
+        dispatch_matmul(packing, mine["x"], mine["ids"], mine["w1"], SMALL)
+    h, passage = dispatch_matmul(dispatcher, mine["x"], mine["ids"], mine["w1"], SMALL)
+    with pytest.raises(InputError, match="matmul_combine needs weights"):
+        matmul_combine(h, mine["w2"], mine["weights"][: len(h) if rank else 1], passage)
+    y = matmul_combine(h, mine["w2"], mine["weights"], passage)
+    assert bool(y.isfinite().all())
+
+
+def test_bad_input_is_a_typed_error_on_every_rank_and_the_next_call_works(interpreted: RankPool) -> None:
+    interpreted.run(_bad)
+
+
+def _absent(rank: int, world: int, arg: tuple[str, bool]) -> str:
+    """Rank 2 takes part in the handshake and then does nothing, as if it was stuck."""
+    op, relay = arg
+    case = CASES["balanced"]
+    mine = {name: values[rank] for name, values in _whole(case, torch.float32).items()}
+    group = dist.new_group()
+    configure_collectives(CollectiveOptions(timeout_s=1.0))
+    try:
+        dispatcher = AllToAllDispatcher(case.placement, group, rank)
+        channel_of(group)
+        tiling = dataclasses.replace(SMALL, relay=relay)
+        h, passage = dispatch_matmul(dispatcher, mine["x"], mine["ids"], mine["w1"], tiling)
+        matmul_combine(h, mine["w2"], mine["weights"], passage)  # memory has its size
+        passage.begin("combine")
+        said = ""
+        if rank != 2:
+            call = {
+                "dispatch": lambda: launch.run_dispatch(passage, mine["x"], None, mine["w1"]),
+                "combine": lambda: launch.run_combine(passage, h, mine["w2"], mine["weights"]),
+            }
+            with pytest.raises(PeerTimeout) as error:
+                call[op]()
+            said = str(error.value)
+            with pytest.raises(PeerTimeout):
+                launch.run_dispatch(passage, mine["x"], None, mine["w1"])
+        dist.barrier()
+        return said
+    finally:
+        forget(group)
+        configure_collectives(CollectiveOptions())
+
+
+@pytest.mark.parametrize(
+    ("op", "relay", "flag"),
+    [
+        ("dispatch", False, "rows of rank 2 for expert"),
+        ("dispatch", True, "block [0-9]+ of relayed rows"),
+        ("combine", False, "slice [01] of 2 of the results of rank 2"),
+    ],
+)
+def test_a_rank_that_does_not_come_is_named_with_its_flag(
+    op: str, relay: bool, flag: str, interpreted: RankPool
+) -> None:
+    said = interpreted.run(_absent, (op, relay))
+    for rank in (0, 1, 3):
+        assert "rank 2" in said[rank]
+        assert re.search(flag, said[rank])
+
+
+def _source_routes(ids_TK: Tensor, rows_WE: Any) -> Routes:
+    order, place_TK = plain.order_slots(ids_TK, rows_WE.shape[1])
+    slots = order[: int((ids_TK >= 0).sum())]
+    return Routes(place_TK, slots, None, None, (), (), (), rows_WE)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_row_has_one_place_in_the_order_of_expert_source_token_and_slot(name: str) -> None:
+    case = CASES[name]
+    ids = [case.ids(rank) for rank in range(WORLD)]
+    rows_WE = np.stack([plain.count_slots(one, sum(case.experts))[: sum(case.experts)].numpy() for one in ids])
+    places = [Places.of(ids[r], _source_routes(ids[r], rows_WE), case.placement, Ring(r, WORLD)) for r in range(WORLD)]
+    for owner in range(WORLD):
+        found = []
+        for source, place in enumerate(places):
+            for token, slot in (place.owner_TK == owner).nonzero().tolist():
+                expert = int(ids[source][token, slot])
+                found.append((int(place.place_TK[token, slot]), (expert, source, token, slot)))
+        found.sort()
+        assert [row for row, _ in found] == list(range(places[owner].num_rows))
+        assert [key for _, key in found] == sorted(key for _, key in found)
+
+
+@pytest.mark.parametrize("block", [4, 16])
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_sent_is_what_is_waited_for(name: str, block: int) -> None:
+    """Rows land once, in their places; every flag that a tile or a sum waits for is raised, by whom it says."""
+    case = CASES[name]
+    ids = [case.ids(rank) for rank in range(WORLD)]
+    rows_WE = np.stack([plain.count_slots(one, sum(case.experts))[: sum(case.experts)].numpy() for one in ids])
+    places = [Places.of(ids[r], _source_routes(ids[r], rows_WE), case.placement, Ring(r, WORLD)) for r in range(WORLD)]
+    relayed_WW = torch.stack([place.relayed() for place in places]).numpy()
+    raised: dict[tuple[int, int], int] = {}
+    landed: dict[tuple[int, int], int] = {}
+    blocks: dict[tuple[int, int], int] = {}
+    for source, place in enumerate(places):
+        sends = direct_sends(place, block)
+        for peer, first, num, row, flag, counter, reach in sends.items.tolist():
+            blocks[source, counter] = blocks.get((source, counter), 0) + 1
+            if blocks[source, counter] == reach:
+                raised[peer, flag] = source
+            for i in range(num):
+                slot = int(sends.index[first + i])
+                assert int(place.place_TK.view(-1)[slot]) == row + i
+                assert int(place.owner_TK.view(-1)[slot]) == peer
+                landed[peer, row + i] = landed.get((peer, row + i), 0) + 1
+        for peer, first, num, slot, _, _, reach in relay_sends(place, relayed_WW, block).items.tolist():
+            assert reach == 1
+            for i in range(num):
+                landed[peer, -1 - slot - i] = landed.get((peer, -1 - slot - i), 0) + 1
+                token = int(relay_sends(place, relayed_WW, block).index[first + i])
+                assert bool((place.owner_TK[token] == peer).any())
+    assert set(landed.values()) <= {1}
+    for rank, place in enumerate(places):
+        assert sum(1 for peer, row in landed if peer == rank and row >= 0) == place.num_rows
+        relay = relay_items(place, relayed_WW, block)
+        here = {-1 - row for peer, row in landed if peer == rank and row < 0}
+        assert here == {slot + i for _, slot, num, _, _ in relay.items.tolist() for i in range(num)}
+        assert all(slot < relay.slots for slot in here)
+        tiles = dispatch_tiles(place, Cut(8), F, relayed=False)
+        needed = {(flag, source) for flag, _, source in tiles.flags.tolist()}
+        assert needed == {(flag, source) for (peer, flag), source in raised.items() if peer == rank}
+        assert sorted(row for t in tiles.items.tolist() for row in range(t[1], t[2])) == list(range(place.num_rows))
+        sums = combine_sums(place, D, 2, 16, block)
+        waited = {(s, int(source)) for s in range(2) for source in sums.sources}
+        told = {
+            (counter // WORLD, other)
+            for other, there in enumerate(places)
+            for counter, _, peer in combine_tiles(there, Cut(8), D, 2, 16).flags.tolist()
+            if peer == rank
+        }
+        assert told == waited
+        assert sum(num * (end - first) for _, _, num, first, end in sums.items.tolist()) == place.num_tokens * D
+
+
+@pytest.mark.parametrize(
+    "change", [{"rows": 24}, {"columns": 8}, {"programs": 2}, {"communicating": 1.0}, {"slices": 0}, {"sum_tokens": 3}]
+)
+def test_a_tiling_that_no_kernel_can_have_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        dataclasses.replace(SMALL, **change)

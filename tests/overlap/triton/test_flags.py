@@ -1,0 +1,93 @@
+"""Flags and turns, interpreted by 4 processes: what was written before a flag is there after it, and waits end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.overlap.triton.common import interpreted, needs_triton
+from tests.pool import RankPool
+
+pytestmark = needs_triton
+WORLD = 4
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(WORLD) as pool:
+        yield pool
+
+
+def _kernels() -> Any:
+    interpreted("flags")
+    from tests.overlap.triton import kernels
+
+    return kernels
+
+
+def _round_the_ring(rank: int, world: int, turns: int) -> bool:
+    kernels = _kernels()
+    memory = interpreted("memory").memory_of(dist.group.WORLD, torch.device("cpu"))
+    x = torch.arange(64.0) + 100 * rank
+    for turn in range(turns):
+        now = memory.turn(256, 4 + 40 * turn, "a ring", lambda place: f"number {place}")
+        kernels.pass_on[(1,)](
+            x, memory.peers_W, memory.fault, 64, rank, world, now.number, now.call, now.first_flag, now.data,
+            memory.timeout_ns,
+        )  # fmt: skip
+        memory.finish(now)
+    return torch.equal(x, torch.arange(64.0) + 100 * ((rank - turns) % world))
+
+
+def test_what_was_written_before_a_flag_is_there_after_it(pool: RankPool) -> None:
+    """Also while the number of flags grows, and with it the memory."""
+    assert pool.run(_round_the_ring, 11) == [True] * WORLD
+
+
+def _waits(rank: int, world: int, arg: tuple[list[int], int]) -> tuple[list[int], list[int]]:
+    kernels = _kernels()
+    values, turn = arg
+    ok, fault = torch.full((len(values),), -1), torch.zeros(interpreted("flags").FAULT_WORDS, dtype=torch.int64)
+    kernels.wait_each[(1,)](torch.tensor(values), ok, len(values), turn, fault, 20_000_000)
+    return ok.tolist(), fault.tolist()
+
+
+def test_a_flag_of_this_turn_or_a_later_one_ends_a_wait(pool: RankPool) -> None:
+    assert pool.run(_waits, ([7, 8, 2**40], 7))[0] == ([1, 1, 1], [0, 0, 0, 0, 0])
+
+
+def test_the_first_wait_that_runs_out_of_time_is_the_one_reported(pool: RankPool) -> None:
+    """And a flag that is up is up whatever failed before."""
+    assert pool.run(_waits, ([7, 6, 7, 5], 7))[0] == ([1, 0, 1, 0], [1, 1, 11, 7, 6])
+
+
+def _rounding(rank: int, world: int, arg: None) -> list[bool]:
+    kernels = _kernels()
+    import triton.language as tl
+
+    bits = torch.randint(-(2**31), 2**31, (4096,), generator=torch.Generator().manual_seed(rank)).to(torch.int32)
+    x = bits.view(torch.float32).clone()
+    x[:4] = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0])
+    x[4:6] = torch.tensor([1.00390625, 1.01171875])  # halfway: to even
+    right = []
+    for dtype, name in ((torch.bfloat16, tl.bfloat16), (torch.float32, tl.float32)):
+        y = torch.zeros(4096, dtype=dtype)
+        kernels.round_all[(1,)](x, y, COUNT=4096, DTYPE=name)
+        right.append(torch.equal(y.nan_to_num(nan=1.5), x.to(dtype).nan_to_num(nan=1.5)))
+    return right
+
+
+def test_interpreted_kernels_round_as_torch_does(pool: RankPool) -> None:
+    assert pool.run(_rounding) == [[True, True]] * WORLD
+
+
+def test_cpu_tensors_are_refused_where_kernels_are_not_interpreted() -> None:
+    from moe_comm.errors import ConfigError
+    from moe_comm.overlap.triton.memory import memory_of
+
+    with pytest.raises(ConfigError, match="TRITON_INTERPRET=1"):
+        memory_of(None, torch.device("cpu"))

@@ -1,0 +1,223 @@
+"""gather_matmul and matmul_scatter as Triton kernels, interpreted by 4 processes: the bits of their tiles' arithmetic,
+whatever the programs; gradients; and what a rank that is missing, or does something else, leads to on the others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_comm.dispatch.channels import CollectiveOptions, configure_collectives
+from tests.layers.reference import draw
+from tests.overlap.triton.common import TILES, interpreted, needs_triton, tile_product
+from tests.pool import RankPool
+
+pytestmark = needs_triton
+WORLD = 4
+NAMES = ("gather_matmul", "matmul_scatter")
+SHAPES = [(19, 24, 17), (1, 3, 2), (0, 4, 3)]
+"""(rows of a rank, inner width, outputs): ragged, tiny, nothing"""
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(WORLD) as pool:
+        yield pool
+
+
+def _inputs(name: str, rank: int, world: int, shape: tuple[int, int, int], dtype: torch.dtype) -> list[Tensor]:
+    """x, weight and the gradient of the result."""
+    rows, inner, outputs = shape
+    x_rows, grad_rows = (rows, rows * world) if name == "gather_matmul" else (rows * world, rows)
+    sizes = ((x_rows, inner), (outputs, inner), (grad_rows, outputs))
+    return [draw(*size, seed=seed + rank, dtype=dtype) for size, seed in zip(sizes, (0, 50, 100), strict=True)]
+
+
+def _run(rank: int, world: int, arg: tuple[str, list[Any], dict[str, Any]]) -> list[list[Tensor]]:
+    """Results and both gradients, for each (shape, dtype)."""
+    name, cases, programs = arg
+    linear, shapes = interpreted("linear"), interpreted("programs")
+    found = []
+    for shape, dtype in cases:
+        x, weight, grad = _inputs(name, rank, world, shape, dtype)
+        x.requires_grad_()
+        weight.requires_grad_()
+        y = getattr(linear, name)(x, weight, dist.group.WORLD, shapes.Programs(**programs))
+        y.backward(grad)
+        found.append([y.detach(), x.grad, weight.grad])
+    return found
+
+
+def _added(shares: list[Tensor]) -> Tensor:
+    total = torch.zeros_like(shares[0], dtype=torch.float32)
+    for share in shares:
+        total += share.float()
+    return total.to(shares[0].dtype)
+
+
+def _expected(name: str, shape: tuple[int, int, int], dtype: torch.dtype) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """By rank, the bits of the result and of the gradient of x; and the gradient of the weight in float64."""
+    inputs = [_inputs(name, rank, WORLD, shape, dtype) for rank in range(WORLD)]
+    rows, found = shape[0], []
+    for rank, (x, weight, grad) in enumerate(inputs):
+        own = slice(rank * rows, (rank + 1) * rows)
+        if name == "gather_matmul":
+            whole = torch.cat([other[0] for other in inputs])
+            y = torch.cat([tile_product(other[0], weight.T) for other in inputs])
+            grad_x = _added([tile_product(g[own], w) for _, w, g in inputs])
+            grad_w = grad.double().T @ whole.double()
+        else:
+            whole = torch.cat([other[2] for other in inputs])
+            y = _added([tile_product(other[own], w.T) for other, w, _ in inputs])
+            grad_x = torch.cat([tile_product(other[2], weight) for other in inputs])
+            grad_w = whole.double().T @ x.double()
+        found.append((y, grad_x, grad_w))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
+def test_results_and_input_gradients_have_the_bits_of_the_tiles_arithmetic(
+    pool: RankPool, name: str, dtype: torch.dtype
+) -> None:
+    programs = {"moving": 2, "computing": 2, **TILES}
+    found = pool.run(_run, (name, [(shape, dtype) for shape in SHAPES], programs))
+    for number, shape in enumerate(SHAPES):
+        for rank, (y, grad_x, grad_w) in enumerate(_expected(name, shape, dtype)):
+            ours = found[rank][number]
+            assert torch.equal(ours[0], y), (shape, rank)
+            assert torch.equal(ours[1], grad_x), (shape, rank)
+            # 2 ulp of the reduction length: the weight's gradient is torch's product.
+            length = max(1, WORLD * shape[0])
+            scale = torch.finfo(dtype).eps * (2 * length**0.5 + 2)
+            torch.testing.assert_close(ours[2].double(), grad_w, rtol=scale, atol=scale * 4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_bits_do_not_depend_on_programs_or_chunks(pool: RankPool, name: str) -> None:
+    cases = [((35, 8, 5), torch.float32)]
+    one = pool.run(_run, (name, cases, {"moving": 1, "computing": 1, **TILES}))
+    many = pool.run(_run, (name, cases, {"moving": 5, "computing": 3, "chunk_tiles": 2, **TILES}))
+    for rank in range(WORLD):
+        assert all(map(torch.equal, one[rank][0], many[rank][0])), rank
+
+
+def _three_of_four(rank: int, world: int, arg: None) -> bool:
+    group = dist.new_group([0, 1, 2])
+    if rank == 3:
+        return True
+    linear, programs = interpreted("linear"), interpreted("programs").Programs(1, 1, **TILES)
+    rows = [torch.full((5, 8), float(r + 1)) for r in range(3)]
+    y = linear.gather_matmul(rows[rank], torch.ones(3, 8), group, programs)
+    return torch.equal(y, torch.cat([x.sum(1, keepdim=True).expand(5, 3) for x in rows]))
+
+
+def test_any_number_of_ranks(pool: RankPool) -> None:
+    assert pool.run(_three_of_four) == [True] * WORLD
+
+
+def _many_turns(rank: int, world: int, turns: int) -> bool:
+    """Whole numbers, so every order of additions gives the same; sizes change, so memory grows and flags move."""
+    linear, programs = interpreted("linear"), interpreted("programs").Programs(2, 2, **TILES)
+    right = True
+    for turn in range(turns):
+        rows, columns = 3 + 9 * (turn % 3), 2 + turn
+        parts = [torch.full((rows, 4), float(10 * turn + r)) for r in range(world)]
+        weight = torch.ones(columns, 4)
+        y = linear.gather_matmul(parts[rank], weight, dist.group.WORLD, programs)
+        right &= torch.equal(y, torch.cat([part @ weight.T for part in parts]))
+        z = linear.matmul_scatter(y[:, :2].contiguous(), torch.ones(3, 2), dist.group.WORLD, programs)
+        right &= torch.equal(z, torch.full((rows, 3), 2.0 * 4 * (10 * turn + rank) * world))
+    left_open = [fd for fd in os.listdir("/proc/self/fd") if _links_to(fd, "moe_comm")]
+    return right and not left_open
+
+
+def _links_to(fd: str, name: str) -> bool:
+    try:
+        return f"memfd:{name}" in os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return False
+
+
+def test_turn_after_turn_nothing_is_reset_and_no_file_stays_open(pool: RankPool) -> None:
+    assert pool.run(_many_turns, 4) == [True] * WORLD
+
+
+def _other_call(rank: int, world: int, arg: None) -> str:
+    linear, programs = interpreted("linear"), interpreted("programs").Programs(1, 1, **TILES)
+    outputs = 3 if rank == 1 else 2
+    try:
+        linear.gather_matmul(torch.ones(4, 4), torch.ones(outputs, 4), dist.group.WORLD, programs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_ranks_that_differ_are_told_so_on_every_rank(pool: RankPool) -> None:
+    found = pool.run(_other_call)
+    assert all(text.startswith("RankMismatch") for text in found), found
+    assert all("ranks [1] are in another" in found[rank] for rank in (0, 2, 3)), found
+
+
+def _bad_input(rank: int, world: int, arg: None) -> list[str]:
+    linear, programs = interpreted("linear"), interpreted("programs")
+    found = []
+    for x, weight in (
+        (torch.ones(4, 3), torch.ones(2, 4)),
+        (torch.ones(4, 4).double(), torch.ones(2, 4).double()),
+        (torch.ones(5, 4), torch.ones(2, 4)),
+    ):
+        try:
+            linear.matmul_scatter(x, weight, dist.group.WORLD, programs.Programs(1, 1))
+        except Exception as error:
+            found.append(type(error).__name__)
+    try:
+        programs.Programs(1, 1, block_m=24)
+    except Exception as error:
+        found.append(type(error).__name__)
+    return found
+
+
+def test_bad_input_is_refused_before_rows_move(pool: RankPool) -> None:
+    assert pool.run(_bad_input) == [["InputError", "InputError", "InputError", "ConfigError"]] * WORLD
+
+
+def _missing(rank: int, world: int, arg: tuple[str, str]) -> list[str]:
+    """Rank 2 takes part once, then dies, or does nothing more."""
+    name, how = arg
+    linear, programs = interpreted("linear"), interpreted("programs").Programs(2, 2, **TILES)
+    x, weight, _ = _inputs(name, rank, world, (17, 8, 5), torch.float32)
+    options = CollectiveOptions()
+    getattr(linear, name)(x, weight, dist.group.WORLD, programs)
+    configure_collectives(replace(options, timeout_s=3.0))  # from now on: setting up may take long on a busy machine
+    if rank == 2:
+        if how == "dies":
+            os._exit(1)
+        return []
+    found = []
+    for _ in range(2):
+        try:
+            getattr(linear, name)(x, weight, dist.group.WORLD, programs)
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    interpreted("memory").forget(dist.group.WORLD)
+    configure_collectives(options)
+    return found
+
+
+@pytest.mark.parametrize(("name", "how"), [("gather_matmul", "dies"), ("matmul_scatter", "is late")])
+def test_a_rank_that_is_missing_is_named_with_its_flag_on_the_others(name: str, how: str) -> None:
+    with RankPool(WORLD) as pool:  # of its own: the ranks' memory is unusable afterwards
+        found = pool.run(_missing, (name, how), expect_dead={2} if how == "dies" else ())
+    for rank in (0, 1, 3):
+        first, again = found[rank]
+        assert first.startswith("PeerTimeout"), found
+        assert "for rank 2" in first and "to raise flag" in first, found
+        assert ("of rank 2 have arrived" if name == "gather_matmul" else "rank 2's share of tile") in first, found
+        assert again == first  # and at once
