@@ -11,6 +11,7 @@ from moe_comm.layers.experts import Experts, Part
 from moe_comm.layers.grad_check import CheckGradsConfig, GradReport, check_grads, run_check_grads
 from moe_comm.layers.grouped_mlp import grouped_mlp
 from moe_comm.layers.initialize import initialize
+from moe_comm.layers.interleave import StageInput
 from moe_comm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from moe_comm.layers.load import LayerLoad, take_loads, update_biases
 from moe_comm.layers.losses import attach_loss
@@ -21,6 +22,7 @@ from moe_comm.layers.router import Router, RouterConfig, Routing
 from moe_comm.layers.sequence import Documents, shard_sequence, unshard_sequence
 from moe_comm.layers.shard import shardings_of
 from moe_comm.layers.shared import SharedExpert
+from moe_comm.layers.shortcut import Shortcut, ShortcutBlock
 from moe_comm.layers.state import gather_state_dict, load_full_state_dict, single_rank_copy
 from moe_comm.layers.transformer import Transformer
 
@@ -49,6 +51,9 @@ __all__ = [
     "Routing",
     "RowParallelLinear",
     "SharedExpert",
+    "Shortcut",
+    "ShortcutBlock",
+    "StageInput",
     "Transformer",
     "TransformerBlock",
     "TransformerConfig",

@@ -13,7 +13,6 @@ Between all of these a rank has its own tokens, [B, S / (cp * tp), D].
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +21,11 @@ from moe_comm.dispatch.deferred import connect
 from moe_comm.layers.attention import Attention
 from moe_comm.layers.config import TransformerConfig
 from moe_comm.layers.dense import DenseMLP
+from moe_comm.layers.interleave import Steps, finish
 from moe_comm.layers.model_plan import ModelPlan
 from moe_comm.layers.moe import MoELayer
 from moe_comm.layers.norm import RMSNorm
-from moe_comm.layers.recompute import again_inside, run_layer
+from moe_comm.layers.recompute import again_inside, run_layer, run_layer_in_steps
 from moe_comm.layers.rope import RopeTable
 from moe_comm.layers.sequence import Documents
 
@@ -59,56 +59,67 @@ class TransformerBlock(nn.Module):
     def __init__(self, config: TransformerConfig, layer: int, plan: ModelPlan) -> None:
         super().__init__()
         self.layer, self.parallel, self.recompute = layer, config.parallel_block, plan.recompute
-        norm = partial(RMSNorm, config.hidden, config.norm_eps, dtype=plan.dtype, device="meta")
-        self.attention_norm = norm()
-        self.attention = Attention(
-            config.attention,
-            plan.tp_group,
-            plan.cp_group,
-            context=plan.context,
-            overlap=plan.overlap,
-            dtype=plan.dtype,
-            device="meta",
-        )
-        if not config.parallel_block:
-            self.ffn_norm = norm()
         self.is_moe = layer not in config.dense_layers
-        if self.is_moe:
-            # A whole layer that is computed again has everything at hand that experts could compute again.
-            again = config.moe.recompute and plan.recompute != "full"
-            self.moe = MoELayer.build(
-                replace(config.moe, recompute=again),
-                plan.expert_group,
-                plan.backend,
-                etp=plan.sizes["etp"],
-                tokens_group=plan.stage_group,
-                sequence_group=plan.sequence_group,
-                seed=0,
-                options=plan.options,
-                dtype=plan.dtype,
-                device="meta",
-                label=f"layers.{layer}.moe",
-            )
-        else:
-            self.dense = DenseMLP(
-                config.hidden, config.dense_ffn, plan.tp_group, overlap=plan.overlap, dtype=plan.dtype, device="meta"
-            )
+        self._add_parts(config, plan)
         if not plan.is_meta:
             materialize(self, plan.device)
             if self.is_moe:
                 self.moe.dispatcher = connect(self.moe.dispatcher, plan.device)
 
+    def _add_parts(self, config: TransformerConfig, plan: ModelPlan) -> None:
+        """The modules of this layer, on the meta device."""
+        self.attention_norm = norm_of(config, plan)
+        self.attention = attention_of(config, plan)
+        if not config.parallel_block:
+            self.ffn_norm = norm_of(config, plan)
+        if self.is_moe:
+            self.moe = moe_of(config, self.layer, plan)
+        else:
+            self.dense = dense_of(config, plan)
+
     def forward(self, x_BSD: Tensor, tokens: Tokens) -> Tensor:
         """[B, S / (cp * tp), D] to the same shape. Collective over all ranks of the pipeline stage."""
         return run_layer(self.recompute, self._run, x_BSD, tokens)
 
+    def steps(self, x_BSD: Tensor, tokens: Tokens) -> Steps[Tensor]:
+        """``forward`` that gives way while tokens, and while results, are under way: see ``interleave.py``.
+
+        Hooks on this module, and on ``moe``, do not run.
+
+        Raises:
+            ConfigError: ``recompute`` is "full".
+        """
+        return run_layer_in_steps(self.recompute, self._steps(x_BSD, tokens))
+
     def _run(self, x_BSD: Tensor, tokens: Tokens) -> Tensor:
+        if self.parallel and self.is_moe and self.moe.overlap is not None:
+            return finish(self._steps(x_BSD, tokens))
         y_BSD = again_inside(self.attention_norm, x_BSD)
-        attended_BSD: Tensor = self.attention(y_BSD, tokens.rope, tokens.documents)
         if self.parallel:
-            return x_BSD + attended_BSD + self._ffn(y_BSD, tokens)
-        x_BSD = x_BSD + attended_BSD
+            # Before attention, as in ``_steps``: gradients of y are added up in the same order.
+            ffn_BSD = self._ffn(y_BSD, tokens)
+            return x_BSD + self._attended(y_BSD, tokens) + ffn_BSD
+        x_BSD = x_BSD + self._attended(y_BSD, tokens)
         return x_BSD + self._ffn(again_inside(self.ffn_norm, x_BSD), tokens)
+
+    def _steps(self, x_BSD: Tensor, tokens: Tokens) -> Steps[Tensor]:
+        if not self.is_moe:
+            return self._run(x_BSD, tokens)
+        y_BSD = again_inside(self.attention_norm, x_BSD)
+        if not self.parallel:
+            x_BSD = x_BSD + self._attended(y_BSD, tokens)
+            y_BSD = again_inside(self.ffn_norm, x_BSD)
+        call = self.moe.begin(y_BSD, token_index=tokens.index_BS)
+        if self.parallel:
+            x_BSD = x_BSD + self._attended(y_BSD, tokens)  # behind which tokens travel
+        yield
+        call.compute()
+        yield
+        return x_BSD + call.result()
+
+    def _attended(self, y_BSD: Tensor, tokens: Tokens) -> Tensor:
+        attended_BSD: Tensor = self.attention(y_BSD, tokens.rope, tokens.documents)
+        return attended_BSD
 
     def _ffn(self, y_BSD: Tensor, tokens: Tokens) -> Tensor:
         ffn_BSD: Tensor = self.moe(y_BSD, token_index=tokens.index_BS) if self.is_moe else self.dense(y_BSD)
@@ -116,6 +127,51 @@ class TransformerBlock(nn.Module):
 
     def extra_repr(self) -> str:
         return f"layer={self.layer}, parallel={self.parallel}, recompute={self.recompute}"
+
+
+def norm_of(config: TransformerConfig, plan: ModelPlan) -> RMSNorm:
+    """A norm of ``config``'s layers."""
+    return RMSNorm(config.hidden, config.norm_eps, dtype=plan.dtype, device="meta")
+
+
+def attention_of(config: TransformerConfig, plan: ModelPlan) -> Attention:
+    """An attention of ``config``'s layers, this rank's heads."""
+    return Attention(
+        config.attention,
+        plan.tp_group,
+        plan.cp_group,
+        context=plan.context,
+        overlap=plan.overlap,
+        dtype=plan.dtype,
+        device="meta",
+    )
+
+
+def dense_of(config: TransformerConfig, plan: ModelPlan) -> DenseMLP:
+    """A dense block of ``config``'s layers, this rank's part of its width."""
+    return DenseMLP(
+        config.hidden, config.dense_ffn, plan.tp_group, overlap=plan.overlap, dtype=plan.dtype, device="meta"
+    )
+
+
+def moe_of(config: TransformerConfig, layer: int, plan: ModelPlan) -> MoELayer:
+    """The experts of layer ``layer``, those of this rank."""
+    # A whole layer that is computed again has everything at hand that experts could compute again.
+    again = config.moe.recompute and plan.recompute != "full"
+    return MoELayer.build(
+        replace(config.moe, recompute=again),
+        plan.expert_group,
+        plan.backend,
+        etp=plan.sizes["etp"],
+        tokens_group=plan.stage_group,
+        sequence_group=plan.sequence_group,
+        seed=0,
+        options=plan.options,
+        dtype=plan.dtype,
+        device="meta",
+        label=f"layers.{layer}.moe",
+        overlap=plan.overlap,
+    )
 
 
 @torch.no_grad()

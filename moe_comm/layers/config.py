@@ -9,7 +9,7 @@ from moe_comm.errors import ConfigError
 from moe_comm.layers.moe_config import MoEConfig
 
 QKNorm = Literal["none", "head", "full"]
-Context = Literal["ulysses", "ring"]
+Context = Literal["ulysses", "ring", "token_ring"]
 Recompute = Literal["none", "selective", "full"]
 
 
@@ -98,6 +98,8 @@ class TransformerConfig:
     dense_layers: ids of the layers with a plain feed-forward block of width ``dense_ffn`` instead.
     parallel_block: attention and feed-forward read the same normalised input and their outputs are added together
         (MegaScale, arXiv 2402.15627, section 3.1): x + attention(norm(x)) + ffn(norm(x)); there is one norm.
+    shortcut: a layer with experts has two attentions and two dense blocks of width ``dense_ffn`` too, and the experts
+        stand beside the last three of these (LongCat-Flash, arXiv 2509.01322); see ``layers/shortcut.py``.
     tie: the output projection is the embedding.
     """
 
@@ -111,6 +113,7 @@ class TransformerConfig:
     dense_ffn: int = 0
     norm_eps: float = 1e-6
     parallel_block: bool = False
+    shortcut: bool = False
     tie: bool = False
     init_std: float = 0.02
 
@@ -126,6 +129,10 @@ class TransformerConfig:
             raise ConfigError(f"dense_layers {self.dense_layers} must be among the {self.layers} layers, from 0")
         if self.dense_layers and self.dense_ffn < 1:
             raise ConfigError("dense_layers need dense_ffn, their width")
+        if self.shortcut and self.dense_ffn < 1:
+            raise ConfigError("shortcut needs dense_ffn, the width of the dense blocks beside the experts")
+        if self.shortcut and self.parallel_block:
+            raise ConfigError("shortcut and parallel_block are two forms of a layer; choose one")
         if self.init_std <= 0:
             raise ConfigError(f"init_std must be positive; got {self.init_std}")
 

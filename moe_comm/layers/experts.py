@@ -13,7 +13,9 @@ from moe_comm.errors import ConfigError
 from moe_comm.kernels.activations import Activation, activation_of
 from moe_comm.layers.autocast import cast_parameter, compute_dtype
 from moe_comm.layers.grouped_mlp import grouped_mlp
-from moe_comm.layers.memory import Alloc, warm_rows
+from moe_comm.layers.moe_call import Flight
+from moe_comm.overlap.experts import MLPWeights
+from moe_comm.runtime.memory import Alloc, warm_rows
 from moe_comm.topology import ExpertPlacement, Sharding, Split
 
 
@@ -146,12 +148,13 @@ class Experts(nn.Module):
             f"activation={self.activation.name}, bias={self.b13 is not None}{part}"
         )
 
-    def forward(self, rows_RD: Tensor, rows_per_expert: Sequence[int], alloc: Alloc = warm_rows) -> Tensor:
+    def forward(self, rows_RD: Tensor, rows_per_expert: Sequence[int] | Flight, alloc: Alloc = warm_rows) -> Tensor:
         """Run each expert on its rows.
 
         Args:
             rows_RD: [R, D], expert after expert.
-            rows_per_expert: E counts that add up to R.
+            rows_per_expert: E counts that add up to R. Or a flight, whose thread ``rows_RD`` then is: it runs the
+                experts on its rows, and the thread goes on.
             alloc: takes the output and the rows' gradient; give the dispatcher's ``empty_rows``.
 
         Returns:
@@ -160,22 +163,22 @@ class Experts(nn.Module):
         Raises:
             InputError: shapes or dtypes do not fit.
         """
-        w13 = cast_parameter(self.w13, rows_RD)
-        w2 = cast_parameter(self.w2, rows_RD)
+        weights = self.weights_for(rows_RD)
+        if not isinstance(rows_per_expert, Sequence):
+            rows_per_expert.thread = rows_RD
+            rows_per_expert.compute(weights)
+            return rows_per_expert.thread
+        x = rows_RD.to(compute_dtype(rows_RD))
+        return grouped_mlp(x, rows_per_expert, *weights.tensors, weights.activation, alloc, weights.recompute)
+
+    def weights_for(self, rows: Tensor) -> MLPWeights:
+        """The parameters as the products take them, in the dtype in which ``rows`` are computed."""
+        w13, w2 = cast_parameter(self.w13, rows), cast_parameter(self.w2, rows)
         if self.transposed:
             w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
-        b2 = None if self.b2 is None else cast_parameter(self.b2, rows_RD)
+        b13 = None if self.b13 is None else cast_parameter(self.b13, rows)
+        b2 = None if self.b2 is None else cast_parameter(self.b2, rows)
         if b2 is not None and self.part.of > 1:
             before, width = self.part.index * b2.shape[1], b2.shape[1]
             b2 = F.pad(b2, (before, self.hidden - before - width))
-        return grouped_mlp(
-            rows_RD.to(compute_dtype(rows_RD)),
-            rows_per_expert,
-            w13,
-            w2,
-            None if self.b13 is None else cast_parameter(self.b13, rows_RD),
-            b2,
-            self.activation,
-            alloc,
-            self.recompute,
-        )
+        return MLPWeights(w13, w2, b13, b2, self.activation, self.recompute)

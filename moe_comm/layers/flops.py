@@ -90,7 +90,10 @@ def count_model(config: TransformerConfig, length: int | None = None, *, causal:
     context = _context(length, config.attention.window) if causal else float(length)
     weights, vectors, per_score = _attention(config.attention)
     scores = per_score * context
-    norms = (layers * (1 if config.parallel_block else 2) + 1) * hidden
+    # With a shortcut a layer with experts has two attentions, each behind a norm, and two dense blocks, too.
+    second = moe_layers if config.shortcut else 0
+    attentions, denses = layers + second, layers - moe_layers + 2 * second
+    norms = (attentions * (1 if config.parallel_block else 2) + 1) * hidden
 
     gated = 3 if activation_of(moe.activation).gated else 2
     real_share = moe.num_experts / moe.router.num_experts
@@ -102,7 +105,6 @@ def count_model(config: TransformerConfig, length: int | None = None, *, causal:
     shared = gated * hidden * moe.shared_ffn + (hidden if moe.shared_gate else 0)
     dense = 3 * hidden * config.dense_ffn
     table = config.vocab * hidden
-    dense_layers = layers - moe_layers
 
     def always(name: str, params: int, products: float) -> Part:
         return Part(name, params, params, 2 * products)
@@ -110,7 +112,7 @@ def count_model(config: TransformerConfig, length: int | None = None, *, causal:
     return ModelCount(
         (
             always("embedding", table, 0),
-            always("attention", layers * (weights + vectors), layers * (weights + scores)),
+            always("attention", attentions * (weights + vectors), attentions * (weights + scores)),
             always("norms", norms, 0),
             always("router", moe_layers * (router + router_bias), moe_layers * router),
             Part(
@@ -120,7 +122,7 @@ def count_model(config: TransformerConfig, length: int | None = None, *, causal:
                 2 * moe_layers * chosen * expert,
             ),
             always("shared experts", moe_layers * shared, moe_layers * shared),
-            always("dense", dense_layers * dense, dense_layers * dense),
+            always("dense", denses * dense, denses * dense),
             always("head", 0 if config.tie else table, table),
         ),
         context,

@@ -13,7 +13,7 @@ operands and results stand at equally aligned addresses: BLAS adds in another or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,9 @@ from torch.autograd.function import once_differentiable
 
 from moe_comm.errors import InputError
 from moe_comm.kernels.activations import Activation
+from moe_comm.kernels.expert_mm import align, expert_mm, product_into
 from moe_comm.kernels.wanted import wanted_gradients
-from moe_comm.layers.memory import Alloc, warm_like, warm_rows
-
-ALIGNMENT = 64
+from moe_comm.runtime.memory import Alloc, warm_like, warm_rows
 
 
 @dataclass(frozen=True)
@@ -42,33 +41,8 @@ class _Call:
     keep_h: bool
 
 
-def _aligned(x: Tensor) -> Tensor:
-    return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
-
-
-def _align(x: Tensor) -> Callable[[Tensor], Tensor]:
-    """What makes slices of ``x`` along its first dimension aligned. There may be hundreds, so they are asked once."""
-    every = x.data_ptr() % ALIGNMENT == 0 and x.stride(0) * x.element_size() % ALIGNMENT == 0
-    return _as_it_is if every else _aligned
-
-
 def _slices(x_E: Tensor | None, num_experts: int) -> Sequence[Tensor | None]:
     return [None] * num_experts if x_E is None else x_E.unbind(0)
-
-
-def _mm(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None = None) -> None:
-    """out = a @ b + bias"""
-    into = out_MN if out_MN.data_ptr() % ALIGNMENT == 0 else torch.empty_like(out_MN)
-    if bias_N is None:
-        torch.mm(a_MK, b_KN, out=into)
-    else:
-        torch.addmm(bias_N, a_MK, b_KN, out=into)
-    if into is not out_MN:
-        out_MN.copy_(into)
 
 
 class _GroupedMLP(torch.autograd.Function):
@@ -90,7 +64,7 @@ class _GroupedMLP(torch.autograd.Function):
         keep = call.keep_h
         h_RG = warm_rows(rows_RD.shape[0] if keep else largest, width_h, dtype, device)
         scratch_RF = warm_rows(largest, width, dtype, device)
-        aligned_rows, aligned_w13, aligned_w2 = _align(rows_RD), _align(w13_EGD), _align(w2_EDF)
+        aligned_rows, aligned_w13, aligned_w2 = align(rows_RD), align(w13_EGD), align(w2_EDF)
         w13, w2 = w13_EGD.unbind(0), w2_EDF.unbind(0)
         b13, b2 = _slices(b13_EG, experts), _slices(b2_ED, experts)
         rows, out = rows_RD.split(call.sizes), out_RD.split(call.sizes)
@@ -100,9 +74,9 @@ class _GroupedMLP(torch.autograd.Function):
                 continue
             h = h_RG[:size] if kept is None else kept[e]
             act = scratch_RF[:size]
-            _mm(aligned_rows(rows[e]), aligned_w13(w13[e]).t(), h, b13[e])
+            expert_mm(aligned_rows(rows[e]), aligned_w13(w13[e]).t(), h, b13[e])
             call.activation.forward(h, act)
-            _mm(act, aligned_w2(w2[e]).t(), out[e], b2[e])
+            expert_mm(act, aligned_w2(w2[e]).t(), out[e], b2[e])
         ctx.save_for_backward(rows_RD, w13_EGD, w2_EDF, b13_EG, b2_ED, h_RG if keep else None)
         ctx.call = call
         return out_RD
@@ -131,8 +105,8 @@ class _GroupedMLP(torch.autograd.Function):
         w13, w2, b13 = w13_EGD.unbind(0), w2_EDF.unbind(0), _slices(b13_EG, experts)
         gw13, gw2, gb13, gb2 = (_slices(g, experts) for g in (grad_w13, grad_w2, grad_b13, grad_b2))
         through = needs_rows or needs_w13 or needs_b13
-        aligned_rows, aligned_grad = _align(rows_RD), _align(grad_RD)
-        aligned_w13, aligned_w2 = _align(w13_EGD), _align(w2_EDF)
+        aligned_rows, aligned_grad = align(rows_RD), align(grad_RD)
+        aligned_w13, aligned_w2 = align(w13_EGD), align(w2_EDF)
         every_rows, every_grad = rows_RD.split(call.sizes), grad_RD.split(call.sizes)
         every_h = None if h_RG is None else h_RG.split(call.sizes)
         every_grad_rows = None if grad_rows_RD is None else grad_rows_RD.split(call.sizes)
@@ -151,23 +125,23 @@ class _GroupedMLP(torch.autograd.Function):
             else:
                 assert again_RG is not None
                 h = again_RG[:size]
-                _mm(rows, aligned_w13(w13_GD).t(), h, b13[e])
+                expert_mm(rows, aligned_w13(w13_GD).t(), h, b13[e])
             if through:
-                _mm(grad, aligned_w2(w2_DF), act)
+                expert_mm(grad, aligned_w2(w2_DF), act)
                 # The activation takes the place of its gradient, which is read first.
                 call.activation.backward(h, act, grad_h, act)
             elif needs_w2:
                 call.activation.forward(h, act)
             if (into := gw2[e]) is not None:
-                _mm(grad.t(), act, into)
+                product_into(grad.t(), act, into)
             if (into := gb2[e]) is not None:
                 torch.sum(grad, 0, out=into)
             if (into := gw13[e]) is not None:
-                _mm(grad_h.t(), rows, into)
+                product_into(grad_h.t(), rows, into)
             if (into := gb13[e]) is not None:
                 torch.sum(grad_h, 0, out=into)
             if every_grad_rows is not None:
-                _mm(grad_h, aligned_w13(w13_GD), every_grad_rows[e])
+                expert_mm(grad_h, aligned_w13(w13_GD), every_grad_rows[e])
         return grad_rows_RD, grad_w13, grad_w2, grad_b13, grad_b2, None
 
 

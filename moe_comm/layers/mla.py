@@ -6,12 +6,14 @@
 
 The down-projections (``q_a``, ``kv_a`` and their norms) are small and alike on every rank of the tensor-parallel group.
 Each rank runs them on its own tokens only and the narrow latents are gathered, not the wide x: fewer bytes, no work
-done twice, and their gradients are plain sums over ranks like those of any replicated parameter.
+done twice, and their gradients are plain sums over ranks like those of any replicated parameter. Where the way to the
+heads is overlapped, each latent travels behind its own product (``Entrance``); the shared key, which has none, first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +22,20 @@ from torch.distributed import ProcessGroup
 from moe_comm.errors import ConfigError
 from moe_comm.layers.autocast import compute_dtype
 from moe_comm.layers.config import AttentionConfig, MLAConfig
-from moe_comm.layers.linear import ColumnParallelLinear, ParallelModule, enter
+from moe_comm.layers.linear import ColumnParallelLinear, ParallelModule
 from moe_comm.layers.norm import RMSNorm
+
+
+@dataclass(frozen=True)
+class Entrance:
+    """A way for own tokens' latents to the heads of this rank.
+
+    linear: product of a latent [B, S, rank] with its up-projection's weight, of all tokens there are on the other side.
+    gather: all tokens' [B, S, rope] of this rank's [B, S / ranks, rope].
+    """
+
+    linear: Callable[[Tensor, Tensor], Tensor]
+    gather: Callable[[Tensor], Tensor]
 
 
 class LatentProjections(ParallelModule):
@@ -62,22 +76,28 @@ class LatentProjections(ParallelModule):
         self,
         mla: MLAConfig,
         x_BSD: Tensor,
-        group: ProcessGroup | None,
-        sequence_dim: int | None,
+        entrance: Entrance | Callable[[Tensor], Tensor],
         rotate: Callable[[Tensor], Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Own heads of all tokens: q and k [B, S, heads, nope + rope], v [B, S, heads, v_dim]. Collective."""
+        """Own heads of all tokens: q and k [B, S, heads, nope + rope], v [B, S, heads, v_dim]. Collective.
+
+        Args:
+            entrance: or what gathers all latents at once, before their products.
+        """
         # Under autocast the projections' outputs are narrower than x; one wide part would widen all of ``packed``.
         x_q = x_BSD.to(compute_dtype(x_BSD)) if mla.q_rank is None else self.q_a_norm(self.q_a(x_BSD))
         latent, shared_key = self.kv_a(x_BSD).split([mla.kv_rank, mla.rope_dim], -1)
-        packed = torch.cat([x_q, self.kv_a_norm(latent), shared_key], -1)
-        x_q, latent, shared_key = enter(packed, group, sequence_dim).split(
-            [x_q.shape[-1], mla.kv_rank, mla.rope_dim], -1
-        )
+        latent = self.kv_a_norm(latent)
+        if isinstance(entrance, Entrance):
+            linear, shared_key = entrance.linear, entrance.gather(shared_key)
+        else:
+            packed = torch.cat([x_q, latent, shared_key], -1)
+            widths = [x_q.shape[-1], mla.kv_rank, mla.rope_dim]
+            linear, (x_q, latent, shared_key) = nn.functional.linear, entrance(packed).split(widths, -1)
         up = self.q if mla.q_rank is None else self.q_b
         # The weights alone: the layer itself would gather, or sum the gradient, once more.
-        q = nn.functional.linear(x_q, up.weight).unflatten(-1, (-1, mla.nope_dim + mla.rope_dim))
-        kv = nn.functional.linear(latent, self.kv_b.weight).unflatten(-1, (-1, mla.nope_dim + mla.v_dim))
+        q = linear(x_q, up.weight).unflatten(-1, (-1, mla.nope_dim + mla.rope_dim))
+        kv = linear(latent, self.kv_b.weight).unflatten(-1, (-1, mla.nope_dim + mla.v_dim))
         q_plain, q_rotated = q.split([mla.nope_dim, mla.rope_dim], -1)
         k_plain, v = kv.split([mla.nope_dim, mla.v_dim], -1)
         key = rotate(shared_key.unsqueeze(2)).expand(*k_plain.shape[:3], mla.rope_dim)

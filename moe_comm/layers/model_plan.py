@@ -29,7 +29,8 @@ class ModelPlan:
     layers: global ids of the layers held here, ascending; none is allowed. None: all.
     has_embedding, has_head: this is the first, the last pipeline stage.
     context: form of context parallelism. recompute: what backward computes again, see ``recompute.py``.
-    overlap: how linear layers hide their communication over tp_group; None: not at all.
+    overlap: how linear layers hide their communication over tp_group, and MoE layers dispatch and combine; None: not at
+        all.
     backend, options: of the dispatch of MoE layers, see ``make_dispatcher``.
     dtype: of parameters and activations; None: torch's default. device: "meta" gives shapes only, no memory.
     """

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -38,10 +38,12 @@ from moe_comm.layers.autocast import compute_dtype
 from moe_comm.layers.collectives import channel_of, gather_values, group_rank
 from moe_comm.layers.experts import Experts, Part
 from moe_comm.layers.linear import ParallelModule
-from moe_comm.layers.losses import attach_loss
+from moe_comm.layers.moe_call import Flight, MoECall, begin_flight
 from moe_comm.layers.moe_config import MoEConfig, ZeroExperts
 from moe_comm.layers.router import Router, Routing, recomputing
 from moe_comm.layers.shared import SharedExpert, split_zero_experts
+from moe_comm.overlap.chunked import Overlap
+from moe_comm.overlap.degree import RunningChoice
 from moe_comm.topology import ExpertPlacement, Sharding
 
 __all__ = ["Flow", "MoEConfig", "MoELayer", "ZeroExperts"]
@@ -80,6 +82,9 @@ class MoELayer(ParallelModule):
         experts: this rank's, ``len(dispatcher.local_experts)`` of them, or that many parts.
         dispatcher: of experts, or of their parts (``ExpertPlacement.sliced``).
         label: the layer's name in error messages.
+        overlap: how dispatch and combine hide behind the experts' products and each other (``overlap.experts``); None:
+            one after the other. The numbers are the same. Nothing to hide, and no difference, through shared memory
+            or on one rank.
 
     Attributes:
         placement: which experts each expert-parallel rank holds, whole or in parts.
@@ -87,6 +92,7 @@ class MoELayer(ParallelModule):
         num_dropped: slots that the capacity dropped in the last call, a scalar tensor; None without capacity.
         dropped_total: the same since ``take_loads``, counted in training and once under activation checkpointing.
         flow: where the slots of the last call went.
+        running: with ``Overlap("adaptive")``, what tries numbers of chunks and keeps the fastest.
         aux_scale: what the main loss is multiplied by before backward; the auxiliary losses get the same factor.
     """
 
@@ -102,13 +108,18 @@ class MoELayer(ParallelModule):
         capacity: Capacity | None = None,
         zero_experts: ZeroExperts | None = None,
         label: str = "",
+        overlap: Overlap | None = None,
     ) -> None:
         super().__init__()
         self.router, self.experts, self.shared = router, experts, shared
         self.dispatcher = dispatcher
         self.capacity = capacity
         self.zero_experts = zero_experts or ZeroExperts()
-        self.label = label
+        self.label, self.overlap = label, overlap
+        self.running: RunningChoice | None = None
+        # On a GPU the host's clock says nothing of how long a layer takes.
+        if overlap is not None and overlap.chunks == "adaptive" and router.weight.device.type != "cuda":
+            self.running = RunningChoice(dispatcher.group)
         self.aux_scale: float | Tensor = 1.0
         self.num_dropped: Tensor | None = None
         self.flow: Flow | None = None
@@ -150,6 +161,7 @@ class MoELayer(ParallelModule):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         label: str = "",
+        overlap: Overlap | None = None,
     ) -> MoELayer:
         """A layer with fresh weights, the same for every number of ranks. Collective over ``group``.
 
@@ -235,6 +247,7 @@ class MoELayer(ParallelModule):
             capacity=config.capacity,
             zero_experts=config.zero_experts,
             label=label,
+            overlap=overlap,
         )
         layer.reset_parameters(_same_seed(tokens_group) if seed is None else seed)
         return layer
@@ -291,6 +304,18 @@ class MoELayer(ParallelModule):
             InputError, RoutingError, RankMismatch: on every rank, before rows move.
             PeerDied, PeerTimeout: a rank is gone, or did not call in time.
         """
+        call = self.begin(x, routing, token_index)
+        call.compute()
+        return call.result()
+
+    @torch._disable_dynamo
+    def begin(self, x: Tensor, routing: Routing | None = None, token_index: Tensor | None = None) -> MoECall:
+        """The first of ``forward``'s three parts: tokens leave for their experts.
+
+        ``compute`` and ``result`` of what it returns are the others. What is computed between them, forward and
+        backward, hides the transfers, if the layer overlaps; else nothing is under way between them. The numbers are
+        those of ``forward``. Arguments and errors are, too.
+        """
         if x.shape[-1] != self.router.hidden:
             fault = InputError(f"this layer's hidden size is {self.router.hidden}; got x {tuple(x.shape)}")
             self._meet_without_tokens(x, routing, token_index)
@@ -298,15 +323,18 @@ class MoELayer(ParallelModule):
         x_TD = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         if routing is None:
             routing = self.router(x_TD, x.shape[0] if x.dim() == 3 else 1)
-        y_TD = self.routed(x_TD.to(compute_dtype(x_TD)), routing, token_index)
-        if self.shared is not None:
-            y_TD = y_TD + self.shared(x_TD)
-        if routing.aux_loss is not None and routing.aux_loss.requires_grad:
-            y_TD = attach_loss(y_TD, routing.aux_loss, self.aux_scale)
-        return y_TD.view(x.shape)
+        overlap, chunks = self.overlap, None
+        if self.running is not None and overlap is not None:
+            chunks = self.running.next(x_TD.shape[0])
+            overlap = replace(overlap, chunks=chunks)
+        flight, identity_T1 = self._send(x_TD.to(compute_dtype(x_TD)), routing, token_index, overlap)
+        self._note(flight.layout)
+        return MoECall(self, x, x_TD, routing, flight, identity_T1, chunks)
 
-    def routed(self, x_TD: Tensor, routing: Routing, token_index: Tensor | None = None) -> Tensor:
-        """[T, D] the weighted sum of each token's experts, zero-computation ones included; no shared expert."""
+    def _send(
+        self, x_TD: Tensor, routing: Routing, token_index: Tensor | None, overlap: Overlap | None
+    ) -> tuple[Flight, Tensor | None]:
+        """Rows on their way to the experts, and the weights of identity experts."""
         ids_TK, weights_TK = routing.ids_TK, routing.weights_TK
         num_experts, zero = self.num_experts, self.zero_experts
         identity_T1 = None
@@ -321,13 +349,9 @@ class MoELayer(ParallelModule):
                 self.dropped_total += self.num_dropped
         if self.sizes["etp"] > 1:
             ids_TK, weights_TK = self._to_parts(ids_TK, weights_TK)
-        dispatched = self.dispatcher.dispatch(x_TD, ids_TK, label=self.label)
-        rows_RD = self.experts(dispatched.rows_RD, dispatched.layout.rows_per_expert, alloc=self.dispatcher.empty_rows)
-        self._note(dispatched.layout)
-        y_TD = self.dispatcher.combine(rows_RD, weights_TK, dispatched.layout)
-        if identity_T1 is not None and zero.identity:
-            y_TD = (y_TD.to(identity_T1.dtype) + identity_T1 * x_TD).to(y_TD.dtype)
-        return y_TD
+        width, label = self.experts.ffn, self.label
+        flight = begin_flight(self.dispatcher, x_TD, ids_TK, weights_TK, overlap, width=width, label=label)
+        return flight, identity_T1
 
     def _meet_without_tokens(self, x: Tensor, routing: Routing | None, token_index: Tensor | None) -> None:
         """Take part in what the other ranks exchange before dispatch, where they hear of this rank's fault."""

@@ -135,21 +135,33 @@ class State:
         out = torch.empty(*shape, width, dtype=wide, device=q_BhSd.device)
         return cls(out, torch.empty(shape, dtype=wide, device=q_BhSd.device))
 
+    @classmethod
+    def nothing(cls, q_BhSd: Tensor, width: int) -> State:
+        """Of queries that have seen no key: zeros, and -inf."""
+        state = cls.empty(q_BhSd, width)
+        state.out.zero_()
+        state.lse.fill_(-math.inf)
+        return state
+
     def add(self, q_BhSd: Tensor, k_BkSd: Tensor, v_BkSd: Tensor, pieces: Sequence[Piece], scale: float) -> None:
         """Attend ``pieces`` of these tensors. k and v may have fewer heads than q, and v another width."""
         for piece in pieces:
             q, k, v = _parts(piece, q_BhSd, k_BkSd, v_BkSd)
             out, lse = _attend(q, k, v, piece, scale)
-            mine_out, mine_lse = self.out[piece.rows, :, piece.queries], self.lse[piece.rows, :, piece.queries]
+            mine = State(self.out[piece.rows, :, piece.queries], self.lse[piece.rows, :, piece.queries])
             if piece.first:
-                mine_out.copy_(out)
-                mine_lse.copy_(lse)
-                continue
-            both = torch.logaddexp(mine_lse, lse.to(mine_lse.dtype))
-            # Neither has seen a key: -inf - -inf. The output stays 0.
-            old, new = (mine_lse - both).exp_().nan_to_num_(0.0), (lse - both).exp_().nan_to_num_(0.0)
-            mine_out.mul_(old.unsqueeze(-1)).addcmul_(out.to(mine_out.dtype), new.unsqueeze(-1))
-            mine_lse.copy_(both)
+                mine.out.copy_(out)
+                mine.lse.copy_(lse)
+            else:
+                mine.merge(out, lse)
+
+    def merge(self, out: Tensor, lse: Tensor) -> None:
+        """Take in what the same queries got from other keys."""
+        both = torch.logaddexp(self.lse, lse.to(self.lse.dtype))
+        # Neither has seen a key: -inf - -inf. The output stays 0.
+        old, new = (self.lse - both).exp_().nan_to_num_(0.0), (lse - both).exp_().nan_to_num_(0.0)
+        self.out.mul_(old.unsqueeze(-1)).addcmul_(out.to(self.out.dtype), new.unsqueeze(-1))
+        self.lse.copy_(both)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
+
+from moe_comm.errors import ConfigError
 
 Fn = Callable[..., Tensor]
 
@@ -155,13 +157,21 @@ def again_inside(fn: Fn, *inputs: Tensor) -> Tensor:
 def keeping_less() -> Iterator[None]:
     """Selective recomputation for the forward pass inside: see the module's text. Scopes do not nest."""
     scope = _Scope()
+    try:
+        with _inside(scope):
+            yield
+    finally:
+        scope.close()
+
+
+@contextlib.contextmanager
+def _inside(scope: _Scope) -> Iterator[None]:
     _active.scope = scope
     try:
         with torch.autograd.graph.saved_tensors_hooks(scope.pack, _unpack):
             yield
     finally:
         _active.scope = None
-        scope.close()
 
 
 def run_layer(recompute: str, fn: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -174,6 +184,35 @@ def run_layer(recompute: str, fn: Callable[..., Tensor], *args: Any) -> Tensor:
     # No dropout anywhere, so the generators' states need not be kept.
     y: Tensor = checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=False)
     return y
+
+
+def run_layer_in_steps(recompute: str, steps: Generator[None, None, Tensor]) -> Generator[None, None, Tensor]:
+    """``run_layer`` of a layer whose forward pass gives way to other work at every ``yield``.
+
+    A scope of selective recomputation is left at each and entered again after it, so that layers of several
+    micro-batches can take turns.
+
+    Raises:
+        ConfigError: ``recompute`` is "full", which keeps a layer's input and runs it from there in one go.
+    """
+    if recompute == "none" or not torch.is_grad_enabled():
+        return (yield from steps)
+    if recompute != "selective":
+        raise ConfigError(
+            f'a layer with recompute {recompute!r} cannot take turns with another; set it to "selective" or "none"'
+        )
+    scope = _Scope()
+    try:
+        while True:
+            with _inside(scope):
+                try:
+                    next(steps)
+                except StopIteration as end:
+                    y: Tensor = end.value
+                    return y
+            yield
+    finally:
+        scope.close()
 
 
 class _Seen(TorchDispatchMode):

@@ -34,9 +34,9 @@ def check_context(context: str) -> None:
 
 
 def _chunk(length: int, cp: int, context: str) -> int:
-    """Tokens in each of the pieces a sequence is cut into: cp of them, or 2 * cp in a ring."""
+    """Tokens in each of the pieces a sequence is cut into: cp of them, or 2 * cp in either ring."""
     check_context(context)
-    pieces = 2 * cp if context == "ring" and cp > 1 else cp
+    pieces = 2 * cp if context != "ulysses" and cp > 1 else cp
     if length % pieces:
         raise InputError(
             f"a sequence of {length} tokens cannot be cut into {pieces} equal pieces ({context}, cp {cp}); pad it"

@@ -6,7 +6,7 @@ ids [B, S/cp] ─ embed ─▶ x [B, S/(cp*tp), D] ─ layers ─▶ x ─ norm 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +17,14 @@ from moe_comm.errors import ConfigError, InputError
 from moe_comm.layers.block import Tokens, TransformerBlock, materialize
 from moe_comm.layers.config import TransformerConfig
 from moe_comm.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from moe_comm.layers.interleave import StageInput, Steps, take_turns
 from moe_comm.layers.linear import ParallelModule
 from moe_comm.layers.model_plan import ModelPlan
 from moe_comm.layers.moe import MoELayer
 from moe_comm.layers.norm import RMSNorm
 from moe_comm.layers.rope import Rope, RopeTable
 from moe_comm.layers.sequence import Documents, local_positions
+from moe_comm.layers.shortcut import ShortcutBlock
 
 __all__ = ["ModelPlan", "Transformer"]
 
@@ -62,7 +64,7 @@ class Transformer(ParallelModule):
         if plan.has_embedding:
             self.embed = VocabParallelEmbedding(*size, plan.tp_group, dtype=plan.dtype, device="meta")
             ends.append(self.embed)
-        self.layers = nn.ModuleDict({str(layer): TransformerBlock(config, layer, plan) for layer in held})
+        self.layers = nn.ModuleDict({str(layer): _block_of(config, layer, plan) for layer in held})
         if plan.has_head:
             self.norm = RMSNorm(config.hidden, config.norm_eps, dtype=plan.dtype, device="meta")
             self.head = VocabParallelHead(*size, plan.tp_group, dtype=plan.dtype, device="meta")
@@ -124,7 +126,54 @@ class Transformer(ParallelModule):
             InputError: shapes that do not fit, or ids outside of the vocabulary.
             PeerDied, PeerTimeout: a rank of the stage is gone, or does not come.
         """
-        plan = self.plan
+        x, tokens = self._enter(StageInput(x, positions, documents))
+        for block in self.layers.values():
+            x = block(x, tokens)
+        return self._leave(x)
+
+    def forward_in_turns(self, inputs: Sequence[StageInput]) -> tuple[Tensor, ...]:
+        """``forward`` of several micro-batches, layer by layer in turns, so that one computes while what another sent
+        is under way; see ``layers/interleave.py``. Collective over all ranks of the stage.
+
+        Backward takes turns as well if it is one: ``torch.autograd.backward`` of all losses, or of their sum. Outputs,
+        and gradients of activations, have the bits of one micro-batch after the other. So have the gradients of
+        parameters for two micro-batches (a tied embedding's aside); for more they are added up in another order.
+
+        Hooks on this module, its layers and their ``moe`` do not run.
+
+        Args:
+            inputs: the arguments of ``forward`` for each micro-batch.
+
+        Returns:
+            What ``forward`` returns, of each.
+
+        Raises:
+            ConfigError: ``recompute`` is "full", or a layer is wrapped (FSDP, activation checkpointing).
+            InputError, PeerDied, PeerTimeout: as ``forward``.
+        """
+        from torch.distributed.fsdp import FSDPModule  # not at a model's import, which it would slow down
+
+        if self.plan.recompute == "full":
+            raise ConfigError(
+                'layers with recompute "full" run in one go and cannot take turns; set it to "selective" or "none"'
+            )
+        blocks = [block for block in self.layers.values() if isinstance(block, TransformerBlock)]
+        if len(blocks) < len(self.layers) or any(isinstance(block, FSDPModule) for block in blocks):
+            raise ConfigError(
+                "layers that are wrapped (FSDP, checkpointing) run in one go and cannot take turns: replicate weights, "
+                'and compute again with ModelPlan(recompute="selective")'
+            )
+        return take_turns([self._steps(each, blocks) for each in inputs])
+
+    def _steps(self, inputs: StageInput, blocks: Sequence[TransformerBlock]) -> Steps[Tensor]:
+        x, tokens = self._enter(inputs)
+        for block in blocks:
+            x = yield from block.steps(x, tokens)
+        return self._leave(x)
+
+    def _enter(self, inputs: StageInput) -> tuple[Tensor, Tokens]:
+        """Activations before the first layer, and what the layers need to know."""
+        plan, x = self.plan, inputs.x
         if plan.has_embedding:
             if x.dim() != 2:
                 raise InputError(f"the first stage takes token ids [B, S]; got {tuple(x.shape)}")
@@ -136,13 +185,13 @@ class Transformer(ParallelModule):
                 raise InputError(f"this stage takes activations [B, S, {self.config.hidden}]; got {tuple(x.shape)}")
             length = x.shape[1] * plan.sizes["tp"]
             self._check_length(length)
-        if len(self.layers):
-            tokens = self._tokens(x, length, positions, documents)
-            for block in self.layers.values():
-                x = block(x, tokens)
-        if plan.has_head:
-            x = self.norm(x)
-        return x
+        return x, self._tokens(x, length, inputs.positions, inputs.documents)
+
+    def _leave(self, x_BSD: Tensor) -> Tensor:
+        if not self.plan.has_head:
+            return x_BSD
+        normed_BSD: Tensor = self.norm(x_BSD)
+        return normed_BSD
 
     def loss(self, hidden_BSD: Tensor, targets_BS: Tensor) -> Tensor:
         """Sum of the cross-entropy of the tokens that are this rank's own, scalar. Collective over the tp group.
@@ -199,3 +248,8 @@ class Transformer(ParallelModule):
     def extra_repr(self) -> str:
         dtype = self.plan.dtype or torch.get_default_dtype()
         return f"{len(self.layers)} of {self.config.layers} layers, {dtype}, device={self.plan.device}"
+
+
+def _block_of(config: TransformerConfig, layer: int, plan: ModelPlan) -> TransformerBlock:
+    kind = ShortcutBlock if config.shortcut and layer not in config.dense_layers else TransformerBlock
+    return kind(config, layer, plan)

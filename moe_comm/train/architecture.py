@@ -45,6 +45,7 @@ def transformer_config(section: ModelSection, vocab: int, seq_len: int) -> Trans
         dense_ffn=section.dense_ffn,
         norm_eps=eps,
         parallel_block=section.parallel_block,
+        shortcut=section.shortcut,
         tie=section.tie,
         init_std=section.init_std,
     )

@@ -14,9 +14,9 @@ import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, model_validator
 
 from moe_comm.errors import ConfigError
 from moe_comm.train.sections import (
@@ -43,6 +43,23 @@ class TrainConfig(Section):
     parallel: ParallelSection = ParallelSection()
     payload: PayloadSection = PayloadSection()
     checkpoint: CheckpointSection = CheckpointSection()
+
+    @model_validator(mode="after")
+    def _can_interleave(self) -> Self:
+        parallel, micro_batches = self.parallel, self.data.micro_batches
+        if not parallel.interleave:
+            return self
+        faults = {
+            f"data.micro_batches ({micro_batches}) must be even": micro_batches % 2,
+            f"parallel.pp ({parallel.pp}) must be 1, for a pipeline has an order of its own": parallel.pp > 1,
+            "parallel.overlap_chunks must not be 0, or nothing is under way": not parallel.overlap_chunks,
+            'parallel.sharding must not be "fsdp", which gathers a layer for one pass': parallel.sharding == "fsdp",
+            'model.recompute must not be "full", which runs a layer in one go': self.model.recompute == "full",
+        }
+        found = [text for text, wrong in faults.items() if wrong]
+        if found:
+            raise ValueError(f"parallel.interleave lets micro-batches take turns two by two: {'; '.join(found)}")
+        return self
 
 
 def ready_configs() -> dict[str, Path]:
@@ -128,7 +145,7 @@ def _explain(loc: tuple[int | str, ...], kind: str, message: str, given: object)
     message = message.removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
     shown = "" if isinstance(given, dict | BaseModel) else f"; got {given!r}"
-    return f"{key}: {message}{shown}"
+    return f"{key}: {message}{shown}" if key else message
 
 
 def _known(model: type[BaseModel], prefix: str = "") -> list[str]:

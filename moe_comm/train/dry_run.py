@@ -146,7 +146,7 @@ def _tokens(config: TrainConfig, mapping: ParallelConfig) -> int:
             f"for {mapping.dp} data-parallel ranks; each needs at least one: raise data.batch or lower "
             "data.micro_batches"
         )
-    pieces = mapping.cp * (2 if config.parallel.context == "ring" and mapping.cp > 1 else 1)
+    pieces = mapping.cp * (2 if config.parallel.context != "ulysses" and mapping.cp > 1 else 1)
     if data.seq_len % pieces or data.seq_len // mapping.cp % mapping.tp:
         raise ConfigError(
             f"data.seq_len ({data.seq_len}) cannot be cut into {pieces} pieces for cp {mapping.cp} "
@@ -166,17 +166,18 @@ def _activations(
     """Estimated bytes on each rank of pipeline position ``pp``.
 
     For each of its stages what a pass keeps (``Activations.kept``) as often as micro-batches wait there for their
-    backward (``in_flight``); what the backward of its largest layer computes again; and on the last stage the loss,
-    whose backward follows at once but with gpipe.
+    backward (``in_flight``), twice where two are interleaved; what the backward of its largest layer computes again;
+    and on the last stage the loss, whose backward follows at once but with gpipe.
     """
     itemsize, n = DTYPES[config.model.dtype].itemsize, config.data.micro_batches
     estimate = Activations(architecture, tokens, itemsize, mapping.tp, config.model.recompute)
     stages = plan.stages_of(pp)
     waiting = in_flight(config.parallel.schedule, plan.pp, plan.virtual, pp, n)
+    together = 2 if config.parallel.interleave else 1
     kept = [estimate.kept(plan.layers_of(stage), plan.is_last(stage)) for stage in stages]
-    held = sum(count * size for count, size in zip(waiting, kept, strict=True))
+    held = together * sum(count * size for count, size in zip(waiting, kept, strict=True))
     if plan.is_last(stages[-1]):
-        held += estimate.loss() * (n if config.parallel.schedule == "gpipe" and plan.pp > 1 else 1)
+        held += estimate.loss() * (n if config.parallel.schedule == "gpipe" and plan.pp > 1 else together)
     return held + max(estimate.transient(plan.layers_of(stage)) for stage in stages)
 
 

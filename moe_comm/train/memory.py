@@ -181,6 +181,7 @@ class Activations:
         latent       the same with q, k and v of all heads, and three times the latents
         MoE          D* normalised, 2 K D rows in and out, 2 K F**, the router's input* and 3 E scores in fp32
         dense        tp D* normalised and gathered, 2 F, F*
+        shortcut     the MoE's, two attentions, two dense blocks and four norms
         shared       2 F, F*
         head         2 D, D in fp32
 
@@ -221,12 +222,18 @@ class Activations:
             return c * config.hidden
         everything = recompute == "none"
         norms = 1 if config.parallel_block else 2
+        has_experts = layer not in config.dense_layers
+        if has_experts and config.shortcut:
+            attentions, denses, norms = 2, 2, 4
+        else:
+            attentions, denses = 1, int(not has_experts)
         inputs = norms * c * config.hidden
         attention = _attention(config.attention, c, everything, self._wide)
         if everything:
             inputs += norms * self._wide * config.hidden
-            inputs += c * config.hidden * (self.tp if config.attention.mla is None else 1)
-        return inputs + attention + (self._dense if layer in config.dense_layers else self._moe)(everything)
+            inputs += attentions * c * config.hidden * (self.tp if config.attention.mla is None else 1)
+        experts = self._moe(everything) if has_experts else 0.0
+        return inputs + attentions * attention + denses * self._dense(everything) + experts
 
     @property
     def _wide(self) -> int:
@@ -248,7 +255,8 @@ class Activations:
         if not moe.recompute:
             kept += 2 * moe.router.top_k * share * moe.ffn
         if everything:
-            kept += moe.shared_ffn + (0 if self.config.parallel_block else moe.hidden)
+            beside = self.config.parallel_block or self.config.shortcut  # others keep the same input
+            kept += moe.shared_ffn + (0 if beside else moe.hidden)
         scores = 3 * MASTER * moe.router.num_experts
         return c * kept + scores + (MASTER * moe.hidden if everything and c < MASTER else 0)
 

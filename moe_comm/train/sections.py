@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
 from moe_comm.dispatch.payload import PayloadName, Payloads
 from moe_comm.topology import ParallelConfig
@@ -105,6 +105,8 @@ class ModelSection(Section):
     q_rank, kv_rank, nope_dim, rope_dim, v_dim: of its latent attention.
     tie: the output layer shares the embedding.
     parallel_block: attention and feed-forward side by side (MegaScale); no family to export to.
+    shortcut: layers with experts have two attentions and two dense blocks of width ``dense_ffn``, beside which the
+        experts' rows travel (LongCat-Flash); no family to export to.
     aux_loss: coefficient of the load-balancing loss of each MoE layer. z_loss: of the router's z-loss.
     bias_rate: step of DeepSeek-V3's correction bias after each update.
     capacity: slots per expert over the mean load; None drops nothing. capacity_scope: over a rank's tokens or the
@@ -142,6 +144,7 @@ class ModelSection(Section):
     v_dim: int = Field(default=32, ge=1)
     tie: bool = False
     parallel_block: bool = False
+    shortcut: bool = False
     aux_loss: float = Field(default=0.01, ge=0)
     z_loss: float = Field(default=0.0, ge=0)
     bias_rate: float = Field(default=1e-3, ge=0)
@@ -165,6 +168,10 @@ class ModelSection(Section):
             raise ValueError(f"first_dense ({self.first_dense}) must not exceed layers ({self.layers})")
         if self.first_dense and not self.dense_ffn:
             raise ValueError("first_dense needs dense_ffn, the width of those layers")
+        if self.shortcut and not self.dense_ffn:
+            raise ValueError("shortcut needs dense_ffn, the width of the dense blocks beside the experts")
+        if self.shortcut and self.parallel_block:
+            raise ValueError("shortcut and parallel_block are two forms of a layer; choose one")
         return self
 
 
@@ -211,7 +218,11 @@ class ParallelSection(Section):
     sharding: what data-parallel ranks keep of the same weights: all ("replicate"), all but optimizer state ("zero1"),
         a part ("fsdp").
     compress: gradients travel as bf16 and are summed in fp32.
-    overlap_chunks: with tp, parts in which tokens travel behind the linear layers' products; 0: before and after them.
+    overlap_chunks: parts in which tokens travel behind the products of linear layers (with tp, or with cp and
+        "ulysses") and of experts (where their rows go over torch.distributed); 0: before and after them. "auto" and
+        "adaptive": see ``moe_comm.overlap.chunked.Overlap``.
+    interleave: two micro-batches at a time, which take turns: the rows of one travel while the other computes. They
+        travel with ``overlap_chunks``; not with a pipeline, FSDP or full recomputing.
     backend: dispatcher; see ``moe_comm.dispatch.BACKENDS``.
     """
 
@@ -222,14 +233,15 @@ class ParallelSection(Section):
     pp: int = Field(default=1, ge=1)
     ep: int | None = Field(default=None, ge=1)
     etp: int = Field(default=1, ge=1)
-    context: Literal["ulysses", "ring"] = "ulysses"
+    context: Literal["ulysses", "ring", "token_ring"] = "ulysses"
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev"] = "1f1b"
     virtual: int | None = Field(default=None, ge=1)
     stage_layers: list[int] | None = None
     sharding: Literal["replicate", "zero1", "fsdp"] = "replicate"
     compress: bool = False
-    overlap_chunks: int = Field(default=0, ge=0)
-    backend: Literal["auto", "local", "shared_memory", "all_to_all", "all_gather"] = "auto"
+    overlap_chunks: NonNegativeInt | Literal["auto", "adaptive"] = 0
+    interleave: bool = False
+    backend: Literal["auto", "local", "shared_memory", "all_to_all", "all_gather", "hierarchical"] = "auto"
     timeout_s: float = Field(default=300.0, gt=0)
 
     def mapping(self, world: int) -> ParallelConfig:

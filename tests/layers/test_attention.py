@@ -11,13 +11,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from moe_comm.dispatch.channels import CollectiveOptions, configure_collectives
+from moe_comm.errors import ConfigError, InputError, RankMismatch
+from moe_comm.layers import context, linear
 from moe_comm.layers.attention import Attention
 from moe_comm.layers.config import AttentionConfig, MLAConfig, RopeConfig, Yarn
+from moe_comm.layers.recompute import keeping_less
 from moe_comm.layers.sequence import Documents, shard_sequence, unshard_sequence
+from moe_comm.overlap.chunked import Overlap
 from moe_comm.topology import FoldedMesh, ParallelConfig, Sharding
 from tests.pool import RankPool
 
 BATCH, LENGTH, HIDDEN = 2, 16, 12
+CONTEXTS = ("ulysses", "ring", "token_ring")
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,7 @@ class Case:
     restart: bool = False
     sequence_parallel: bool = True
     recompute: bool = False
+    overlap: Overlap | None = None
     dtype: torch.dtype = torch.float64
     seed: int = field(default=0)
 
@@ -146,6 +153,7 @@ def run_one(case: Case, mesh: FoldedMesh) -> tuple[Tensor, dict[str, Tensor]]:
         cp_group,
         context=case.context,  # type: ignore[arg-type]
         sequence_parallel=case.sequence_parallel,
+        overlap=case.overlap,
         dtype=case.dtype,
     )
     held = shardings(layer)
@@ -238,6 +246,7 @@ def test_two_ranks_equal_the_plain_reference(variant: str, pool2: RankPool) -> N
         Case(VARIANTS[variant], tp=2, sequence_parallel=False),
         *spread(variant, cp=2),
         *spread(variant, cp=2, context="ring"),
+        *spread(variant, cp=2, context="token_ring"),
     ]
     check(pool2.run(run, cases)[0], cases)
 
@@ -250,13 +259,117 @@ def test_four_ranks_equal_the_plain_reference(variant: str, pool4: RankPool) -> 
         *spread(variant, cp=4, context="ring"),
         Case(VARIANTS[variant], cp=4),
         Case(VARIANTS[variant], tp=2, cp=2, context="ring", sequence_parallel=False),
+        Case(VARIANTS[variant], tp=2, cp=2, context="token_ring"),
     ]
     check(pool4.run(run, cases)[0], cases)
 
 
+OVERLAP = Overlap(chunks=3, chunk_bytes=1)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_two_ranks_that_overlap_equal_the_plain_reference(variant: str, pool2: RankPool) -> None:
+    cases = [
+        *spread(variant, tp=2, overlap=OVERLAP),
+        *spread(variant, cp=2, overlap=OVERLAP),
+        Case(VARIANTS[variant], cp=2, overlap=OVERLAP, documents=PACKED, restart=True),
+        Case(VARIANTS[variant], cp=2, overlap=Overlap(2, 1, deterministic=False)),
+    ]
+    check(pool2.run(run, cases)[0], cases)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_four_ranks_that_overlap_equal_the_plain_reference(variant: str, pool4: RankPool) -> None:
+    cases = [
+        *spread(variant, tp=2, cp=2, overlap=OVERLAP),
+        Case(VARIANTS[variant], tp=2, cp=2, overlap=OVERLAP, sequence_parallel=False, documents=PACKED, restart=True),
+        Case(VARIANTS[variant], cp=4, overlap=OVERLAP),
+        Case(VARIANTS[variant], cp=4, overlap=OVERLAP, documents=PACKED, recompute=True),
+    ]
+    check(pool4.run(run, cases)[0], cases)
+
+
+def on_every_transport(rank: int, world: int, case: Case) -> None:
+    """Overlapped in any number of chunks, over shared memory or the backend, with and without recomputation: one set
+    of bits."""
+    found = []
+    mesh = FoldedMesh(ParallelConfig(tp=case.tp, cp=case.cp))
+    try:
+        for options in (CollectiveOptions(), CollectiveOptions(shared_memory=False, checked=True)):
+            configure_collectives(options)
+            for chunks in (1, 2):
+                found.append(run_one(replace(case, overlap=Overlap(chunks, 1)), mesh))
+            with keeping_less():
+                found.append(run_one(replace(case, overlap=Overlap(2, 1)), mesh))
+    finally:
+        configure_collectives(CollectiveOptions())
+    for y, grads in found[1:]:
+        assert torch.equal(y, found[0][0])
+        assert all(torch.equal(grads[name], value) for name, value in found[0][1].items())
+
+
+@pytest.mark.parametrize("variant", ["head_norm", "latent"])
+def test_the_number_of_chunks_the_transport_and_recomputation_change_no_bit(variant: str, pool2: RankPool) -> None:
+    for how in ({"cp": 2}, {"tp": 2}):
+        case = Case(VARIANTS[variant], documents=PACKED, restart=True, dtype=torch.float32, **how)  # type: ignore[arg-type]
+        pool2.run(on_every_transport, case)
+
+
+def count_operators(rank: int, world: int, cases: list[Case]) -> list[dict[str, int]]:
+    """How often each operator runs in a forward pass, by case."""
+    found = []
+    for case in cases:
+        seen = dict.fromkeys(("gather_matmul", "matmul_scatter", "matmul_swap", "swap_matmul"), 0)
+
+        def counting(name: str, operator: Any, seen: dict[str, int] = seen) -> Any:
+            def count(*args: Any) -> Tensor:
+                seen[name] += 1
+                result: Tensor = operator(*args)
+                return result
+
+            return count
+
+        with pytest.MonkeyPatch.context() as patch:
+            for name in seen:
+                module: Any = linear if hasattr(linear, name) else context
+                patch.setattr(module, name, counting(name, getattr(module, name)))
+            run_one(case, FoldedMesh(ParallelConfig(tp=case.tp, cp=case.cp)))
+        found.append(seen)
+    return found
+
+
+def test_projections_hide_what_travels_beside_them(pool2: RankPool) -> None:
+    cases, expected = [], []
+    for variant, entering in (("grouped", 1), ("latent", 2), ("full_norm_clipped", 1)):
+        swapped_in = 0 if variant == "full_norm_clipped" else entering
+        cases += [
+            Case(VARIANTS[variant], tp=2, overlap=OVERLAP),
+            Case(VARIANTS[variant], cp=2, overlap=OVERLAP),
+            Case(VARIANTS[variant], cp=2, overlap=OVERLAP, context="ring"),
+        ]
+        expected += [(entering, 1, 0, 0), (0, 0, swapped_in, 1), (0, 0, 0, 0)]
+    assert [tuple(seen.values()) for seen in pool2.run(count_operators, cases)[0]] == expected
+
+
+def swaps_disagree(rank: int, world: int, arg: Any) -> None:
+    x = torch.ones(1, 8, HIDDEN)
+    layer = Attention(VARIANTS["grouped"], cp_group=dist.group.WORLD, overlap=Overlap(2 + rank, 1))
+    with pytest.raises(RankMismatch):
+        layer(torch.ones(1, 64, HIDDEN))
+    layer = Attention(VARIANTS["grouped"], cp_group=dist.group.WORLD, overlap=OVERLAP)
+    with pytest.raises(InputError, match="the whole sequence is"):
+        layer(x, None, Documents(torch.zeros(1, 8, dtype=torch.long)))
+    with pytest.raises(ConfigError, match="3 heads of a rank do not divide by cp 2"):
+        Attention(gqa(heads=3, kv_heads=3), cp_group=dist.group.WORLD, overlap=OVERLAP)
+
+
+def test_bad_input_to_overlapped_ulysses_is_an_error_on_every_rank(pool2: RankPool) -> None:
+    pool2.run(swaps_disagree)
+
+
 def test_recomputation_runs_the_exchanges_again_and_gives_the_same_gradients(pool4: RankPool) -> None:
     how: dict[str, Any] = {"tp": 2, "cp": 2, "documents": PACKED, "recompute": True}
-    cases = [Case(VARIANTS["full_norm_clipped"], context=context, **how) for context in ("ulysses", "ring")]
+    cases = [Case(VARIANTS["full_norm_clipped"], context=context, **how) for context in CONTEXTS]
     check(pool4.run(run, cases)[0], cases)
 
 
@@ -264,8 +377,9 @@ def test_bf16_stays_close_to_float64(pool4: RankPool) -> None:
     cases = [
         Case(VARIANTS[variant], tp=2, cp=2, context=context, dtype=torch.bfloat16)
         for variant in ("grouped", "latent", "window")
-        for context in ("ulysses", "ring")
+        for context in CONTEXTS
     ]
+    cases += [Case(VARIANTS["grouped"], cp=4, overlap=OVERLAP, dtype=torch.bfloat16)]
     results = pool4.run(run, cases)[0]
     assert all(y.dtype == torch.bfloat16 for y, _ in results)
     check(results, cases, rtol=0.08)

@@ -14,14 +14,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from moe_comm.errors import ConfigError, InputError, PeerDied
+from moe_comm.dispatch.channel import Channel, Coming
+from moe_comm.dispatch.channels import CollectiveOptions, configure_collectives
+from moe_comm.errors import ConfigError, InputError, PeerDied, RankMismatch
 from moe_comm.layers import pieces, sequence
 from moe_comm.layers.attention import Attention
 from moe_comm.layers.config import AttentionConfig, Context, MLAConfig
 from moe_comm.layers.context import ContextSpec, check_heads, context_attention, local_attention
-from moe_comm.layers.ring import RingSpec
+from moe_comm.layers.ring import RingSpec, ring_attention
 from moe_comm.layers.sequence import Documents, local_positions, shard_sequence, unshard_sequence, zigzag_positions
+from moe_comm.layers.token_ring import token_ring_attention
 from tests.pool import RankPool
+
+CONTEXTS: tuple[Context, ...] = ("ulysses", "ring", "token_ring")
 
 
 @pytest.fixture
@@ -40,9 +45,7 @@ def test_zigzag_gives_every_rank_a_chunk_from_either_end() -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(
-    cp=st.integers(1, 5), chunk=st.integers(1, 3), context=st.sampled_from(["ulysses", "ring"]), dim=st.integers(0, 2)
-)
+@given(cp=st.integers(1, 5), chunk=st.integers(1, 3), context=st.sampled_from(CONTEXTS), dim=st.integers(0, 2))
 def test_sharding_a_sequence_has_an_inverse_and_follows_the_positions(
     cp: int, chunk: int, context: Any, dim: int
 ) -> None:
@@ -62,7 +65,8 @@ def test_what_cannot_be_cut_is_refused_with_both_numbers() -> None:
     with pytest.raises(ConfigError, match="6 heads of a rank do not divide by cp 4"):
         check_heads(6, 3, 4, "ulysses")
     check_heads(6, 3, 4, "ring")
-    with pytest.raises(ConfigError, match="ulysses, ring"):
+    check_heads(6, 3, 4, "token_ring")
+    with pytest.raises(ConfigError, match="ulysses, ring, token_ring"):
         check_heads(6, 3, 2, "rings")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="rank 2 is outside"):
         zigzag_positions(8, 2, 2)
@@ -190,11 +194,142 @@ def test_every_rank_of_a_ring_has_the_same_work_in_every_step(monkeypatch: pytes
 # --- over ranks ---
 
 
+def ring_spec(window: int | None = None, documents: Documents | None = None) -> RingSpec:
+    group: Any = dist.group
+    return RingSpec(group.WORLD, 0.3, window, documents)
+
+
+def both_rings(rank: int, world: int, dtype: torch.dtype) -> None:
+    """On either transport, twice: the same bits; and the token ring is the ring but for rounding."""
+    sequence.GROUP_TOKENS, pieces.BLOCK_MIN = 6, 4
+    group: Any = dist.group
+    for window, packed, heads, v_width in ((None, False, (4, 4), 8), (3, True, (4, 2), 4), (None, True, (3, 3), 12)):
+        qkv, grad, documents = draw(32, heads, v_width, packed)
+        if documents is not None:
+            ids = shard_sequence(documents.whole_BS, world, rank, "ring")
+            documents = Documents.of(ids, group.WORLD, "ring")
+        found: dict[Any, list[list[Tensor]]] = {ring_attention: [], token_ring_attention: []}
+        for attend, results in found.items():
+            for options in (CollectiveOptions(), CollectiveOptions(shared_memory=False, checked=True)):
+                configure_collectives(options)
+                own = [shard_sequence(t.detach(), world, rank, "ring").to(dtype).transpose(1, 2) for t in qkv]
+                for t in own:
+                    t.requires_grad_()
+                out = attend(*own, ring_spec(window, documents))
+                out.backward(shard_sequence(grad, world, rank, "ring").to(dtype).transpose(1, 2))
+                results.append([out.detach(), *(t.grad for t in own if t.grad is not None)])
+            configure_collectives(CollectiveOptions())
+            assert all(t.dtype == dtype for t in results[0])
+            assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        scale = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2e-2}[dtype]
+        for ring, token in zip(found[ring_attention][0], found[token_ring_attention][0], strict=True):
+            largest = float(ring.abs().max())
+            torch.testing.assert_close(token, ring, rtol=0, atol=scale * largest)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_token_ring_is_the_ring_but_for_rounding_and_both_repeat_their_bits(
+    world: int, dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    request.getfixturevalue(f"pool{world}").run(both_rings, dtype)
+
+
+def record(rank: int, world: int, name: str) -> tuple[list[str], list[str], list[int], list[int]]:
+    """What is sent, arrives and is computed, in order, and how many ranks on it is sent: forward and backward."""
+    events: list[str] = []
+    steps: list[int] = []
+    rotate, attend, gradients = Channel.rotate, pieces.State.add, pieces.Gradients.add
+    short = {"values": "keys", "queries": "queries", "outputs": "back", "gradients of": "back"}
+
+    def rotated(channel: Any, tensor: Tensor, doing: str, step: int = 1) -> Coming:
+        what = next(short[key] for key in ("gradients of", "values", "outputs", "queries") if key in doing)
+        events.append(f"send {what}")
+        steps.append(step)
+        coming = rotate(channel, tensor, doing, step)
+
+        def arrive(tensor: Tensor) -> Tensor:
+            events.append(f"take {what}")
+            return tensor
+
+        return coming.then(arrive)
+
+    def computed(self: Any, *args: Any) -> None:
+        events.append("attend")
+        (attend if isinstance(self, pieces.State) else gradients)(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Channel, "rotate", rotated)
+        patch.setattr(pieces.State, "add", computed)
+        patch.setattr(pieces.Gradients, "add", computed)
+        q, k, v = (torch.randn(1, 2, 8, 4, requires_grad=True) for _ in range(3))
+        run: Any = ring_attention if name == "ring" else token_ring_attention
+        out = run(q, k, v, ring_spec())
+        forward = list(events), list(steps)
+        events.clear()
+        steps.clear()
+        out.sum().backward()
+        return forward[0], list(events), forward[1], list(steps)
+
+
+def test_keys_of_the_next_step_travel_while_this_one_is_computed_and_gradients_while_the_next_is(
+    pool4: RankPool,
+) -> None:
+    for forward, backward, *_ in pool4.run(record, "ring"):
+        step = ["send keys", "attend", "take keys"]
+        assert forward == [*step, *step, *step, "attend"]
+        assert backward == [
+            *("send keys", "attend", "send back", "take keys"),
+            *("send keys", "attend", "take back", "send back", "take keys"),
+            *("send keys", "attend", "take back", "send back", "take keys"),
+            *("attend", "take back", "send back"),
+            *("attend", "take back"),  # the rest of the own part hides the way home
+        ]
+
+
+def test_queries_travel_one_way_and_what_becomes_of_them_the_other_while_both_are_computed(pool4: RankPool) -> None:
+    for forward, backward, *steps in pool4.run(record, "token_ring"):
+        assert forward == [
+            *("send queries", "attend", "take queries"),
+            *("send queries", "attend", "send back", "take queries"),
+            *("send queries", "attend", "take back", "send back", "take queries"),
+            *("attend", "take back", "send back"),
+            *("attend", "take back"),
+        ]
+        assert backward == forward
+        assert steps == [[1, 1, -1, 1, -2, -3]] * 2
+
+
+def disagree(rank: int, world: int, arg: Any) -> None:
+    def draw_heads(length: int, width: int = 4) -> list[Tensor]:
+        return [torch.ones(1, 2, length, width).requires_grad_() for _ in range(3)]
+
+    attends: tuple[Any, ...] = (ring_attention, token_ring_attention)
+    try:
+        for options in (CollectiveOptions(), CollectiveOptions(shared_memory=False, checked=True)):
+            configure_collectives(options)
+            for attend in attends:
+                with pytest.raises(RankMismatch):
+                    attend(*draw_heads(4 + 4 * rank), ring_spec())
+                with pytest.raises(RankMismatch):
+                    attend(*draw_heads(4), ring_spec(window=3 + rank))
+            with pytest.raises(RankMismatch):
+                attends[rank](*draw_heads(4), ring_spec())
+            with pytest.raises(InputError, match="cannot be cut into 4 equal pieces"):
+                attends[0](*draw_heads(3), ring_spec())
+            attends[1](*draw_heads(4), ring_spec()).sum().backward()
+    finally:
+        configure_collectives(CollectiveOptions())
+
+
+def test_ranks_that_disagree_about_a_ring_all_learn_it_and_the_next_call_works(pool2: RankPool) -> None:
+    pool2.run(disagree)
+
+
 def ring_of_small_blocks(rank: int, world: int, arg: Any) -> None:
     sequence.GROUP_TOKENS, pieces.BLOCK_MIN = 6, 4
     group: Any = dist.group
-    contexts: tuple[Context, ...] = ("ulysses", "ring")
-    for context in contexts:
+    for context in CONTEXTS:
         for window in (None, 3):
             for packed in (False, True):
                 for heads in ((4, 2), (12, 6)):
@@ -238,14 +373,14 @@ def split_backward(rank: int, world: int, context: Any) -> None:
         torch.testing.assert_close(p.grad, expected[name], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("context", ["ulysses", "ring"])
+@pytest.mark.parametrize("context", CONTEXTS)
 def test_backward_in_two_halves_gives_the_same_gradients(context: str, pool4: RankPool) -> None:
     pool4.run(split_backward, context)
 
 
-def lose_a_rank(rank: int, world: int, arg: Any) -> str:
+def lose_a_rank(rank: int, world: int, context: Any) -> str:
     group: Any = dist.group
-    layer = Attention(AttentionConfig(8, 4, 4, 4), cp_group=group.WORLD, context="ring")
+    layer = Attention(AttentionConfig(8, 4, 4, 4), cp_group=group.WORLD, context=context)
     y = layer(torch.ones(1, 4, 8))
     if rank == 2:
         os._exit(1)
@@ -254,6 +389,8 @@ def lose_a_rank(rank: int, world: int, arg: Any) -> str:
     return str(caught.value)
 
 
-def test_a_rank_that_dies_in_the_ring_is_an_error_on_all_others(pool4: RankPool) -> None:
-    messages = pool4.run(lose_a_rank, expect_dead={2})
-    assert all("ring attention" in message for rank, message in enumerate(messages) if rank != 2)
+@pytest.mark.parametrize("context", ["ring", "token_ring"])
+def test_a_rank_that_dies_in_the_ring_is_an_error_on_all_others(context: str, pool4: RankPool) -> None:
+    messages = pool4.run(lose_a_rank, context, expect_dead={2})
+    what = f"{context.replace('_', ' ')} attention backward"
+    assert all(what in message for rank, message in enumerate(messages) if rank != 2)

@@ -101,8 +101,9 @@ def test_the_bundled_model_with_tensor_and_expert_parallel_stages(
 def test_a_split_backward_computes_each_weight_gradient_of_the_experts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     grouped = importlib.import_module("moe_comm.layers.grouped_mlp")  # the package has a function of that name
     products = []
-    plain = grouped._mm
-    monkeypatch.setattr(grouped, "_mm", lambda *args: (products.append(0), plain(*args)))
+    for name in ("expert_mm", "product_into"):
+        plain = getattr(grouped, name)
+        monkeypatch.setattr(grouped, name, lambda *args, plain=plain: (products.append(0), plain(*args)))
     rows = torch.randn(5, HIDDEN, dtype=torch.float64, requires_grad=True)
     w13 = torch.randn(1, 2 * FFN, HIDDEN, dtype=torch.float64, requires_grad=True)
     w2 = torch.randn(1, HIDDEN, FFN, dtype=torch.float64, requires_grad=True)

@@ -24,8 +24,18 @@ from tests.train.common import SGD, Session, assert_same_training, session, trai
         ("parallel.tp=2", "model.family=deepseek_v3", "model.expert_groups=2", "model.shared_ffn=24"),
         ("parallel.dp=2", "parallel.ep=1", "parallel.sharding=zero1", "data.batch=6"),
         ("parallel.cp=2", "parallel.context=ring", "model.family=olmoe", "model.kv_heads=4"),
+        ("parallel.cp=2", "parallel.context=token_ring", "model.family=mixtral", "model.window=5"),
+        ("parallel.cp=2", "parallel.overlap_chunks=2", "model.family=deepseek_v3", "model.expert_groups=2"),
         ("parallel.pp=2", "parallel.schedule=zero_bubble", "model.family=mixtral", "model.window=5"),
         ("parallel.ep=1", "parallel.etp=2", "model.parallel_block=true"),
+        (
+            "parallel.ep=2",
+            "parallel.backend=all_to_all",
+            "parallel.overlap_chunks=2",
+            "parallel.interleave=true",
+            "model.shortcut=true",
+            "model.dense_ffn=24",
+        ),
     ],
     ids=lambda mapping: " ".join(key.split(".")[1] for key in mapping),
 )

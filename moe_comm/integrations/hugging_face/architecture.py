@@ -193,6 +193,8 @@ def to_hugging_face(config: TransformerConfig, family: str, **extra: Any) -> Pre
         raise UnsupportedModel(f"family {family!r} is not one of {', '.join(ARCHITECTURES)}")
     if config.parallel_block:
         raise UnsupportedModel("no Hugging Face family has parallel blocks (parallel_block)")
+    if config.shortcut:
+        raise UnsupportedModel(f"family {family!r} has no experts beside the layer (shortcut)")
     attention, moe = config.attention, config.moe
     settings: dict[str, Any] = {
         "vocab_size": config.vocab,

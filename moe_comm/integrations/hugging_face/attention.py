@@ -144,7 +144,7 @@ def swap_attention(
     Every rank must hold the same weights before. Ranks of ``tp_group`` are fed the same tokens and each computes some
     of the heads; their gradients are complete, of the replicated parameters as of the own parts. Ranks of ``cp_group``
     are fed their part of each sequence (``shard_inputs``), and their gradients are summed over ``cp_group`` (for
-    example by ``sum_replicated_gradients``). The sequence must be a multiple of cp, or of 2 * cp with "ring".
+    example by ``sum_replicated_gradients``). The sequence must be a multiple of cp, or of 2 * cp in a ring.
 
     ``attention_mask`` [B, S] marks padding, which is not attended to; positions that start again begin a new document.
     There is no key-value cache: generate with ``use_cache=False``, and without ``cp_group``.
@@ -154,7 +154,7 @@ def swap_attention(
             changed in place.
         tp_group: ranks that share the heads; None: none. Heads and key-value heads must divide by it.
         cp_group: ranks that share the sequence; None: none.
-        context: how they do, "ulysses" (heads must divide by tp * cp) or "ring".
+        context: how they do, "ulysses" (heads must divide by tp * cp), "ring" or "token_ring".
 
     Returns:
         ``model``.

@@ -11,7 +11,8 @@ from torch import Tensor
 from moe_comm.integrations.hugging_face.families import ExpertsLayout
 from moe_comm.layers.autocast import compute_dtype, without_autocast
 from moe_comm.layers.grouped_mlp import grouped_mlp
-from moe_comm.layers.memory import Alloc
+from moe_comm.overlap.experts import MLPWeights
+from moe_comm.runtime.memory import Alloc
 
 
 def expert_input(x_TD: Tensor, weight: Tensor) -> Tensor:
@@ -34,19 +35,16 @@ def run_experts(
     Returns:
         [R, D] in the dtype of ``rows_RD``.
     """
-    cast = {name: getattr(weights, name).to(rows_RD.dtype) for name in layout.parameters}
+    found = mlp_weights(layout, weights, rows_RD)
+    with without_autocast(rows_RD):
+        return grouped_mlp(rows_RD, rows_per_expert, *found.tensors, found.activation, alloc)
+
+
+def mlp_weights(layout: ExpertsLayout, weights: Any, rows: Tensor) -> MLPWeights:
+    """The parameters of ``layout`` that ``weights`` has, as products with ``rows`` take them."""
+    cast = {name: getattr(weights, name).to(rows.dtype) for name in layout.parameters}
     w13, w2 = cast["gate_up_proj"], cast["down_proj"]
     if layout.transposed:
         # Views: the products take any strides, and the gradients come back in transformers' own layout.
         w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
-    with without_autocast(rows_RD):
-        return grouped_mlp(
-            rows_RD,
-            rows_per_expert,
-            w13,
-            w2,
-            cast.get("gate_up_proj_bias"),
-            cast.get("down_proj_bias"),
-            layout.activation,
-            alloc,
-        )
+    return MLPWeights(w13, w2, cast.get("gate_up_proj_bias"), cast.get("down_proj_bias"), layout.activation)

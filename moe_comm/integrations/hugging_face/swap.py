@@ -26,8 +26,11 @@ from torch.distributed.tensor import DTensor
 from moe_comm.dispatch import Dispatcher, DispatchOptions, make_dispatcher
 from moe_comm.dispatch.base import INVALID_LOGITS
 from moe_comm.errors import ConfigError, UnsupportedModel
-from moe_comm.integrations.hugging_face.compute import expert_input, run_experts
+from moe_comm.integrations.hugging_face.compute import expert_input, mlp_weights
 from moe_comm.integrations.hugging_face.families import ExpertsLayout, find_experts
+from moe_comm.layers.autocast import without_autocast
+from moe_comm.layers.moe_call import begin_flight
+from moe_comm.overlap.chunked import Overlap
 
 _HOOKS = (
     "_forward_hooks",
@@ -51,11 +54,18 @@ class EPExperts(nn.Module):
     gate_up_proj: nn.Parameter
     down_proj: nn.Parameter
 
-    def __init__(self, experts: nn.Module, layout: ExpertsLayout, dispatcher: Dispatcher, label: str) -> None:
+    def __init__(
+        self,
+        experts: nn.Module,
+        layout: ExpertsLayout,
+        dispatcher: Dispatcher,
+        label: str,
+        overlap: Overlap | None = None,
+    ) -> None:
         super().__init__()
         self.layout = layout
         self.dispatcher = dispatcher
-        self.label = label
+        self.label, self.overlap = label, overlap
         self.num_experts = layout.num_experts
         for name in layout.parameters:
             self.register_parameter(name, _local_slice(getattr(experts, name), dispatcher.local_experts))
@@ -78,11 +88,14 @@ class EPExperts(nn.Module):
         Raises:
             RoutingError: on every rank, if on any rank a token's weights are NaN or infinite, or ids are out of range.
         """
-        sent = self.dispatcher.dispatch(
-            expert_input(hidden_states, self.gate_up_proj), mark_invalid(top_k_index, top_k_weights), label=self.label
+        x_TD = expert_input(hidden_states, self.gate_up_proj)
+        ids_TK = mark_invalid(top_k_index, top_k_weights)
+        flight = begin_flight(
+            self.dispatcher, x_TD, ids_TK, top_k_weights, self.overlap, width=self.layout.ffn, label=self.label
         )
-        rows_RD = run_experts(self.layout, self, sent.rows_RD, sent.layout.rows_per_expert, self.dispatcher.empty_rows)
-        return self.dispatcher.combine(rows_RD, top_k_weights, sent.layout).to(hidden_states.dtype)
+        with without_autocast(x_TD):
+            flight.compute(mlp_weights(self.layout, self, x_TD))
+        return flight.result().to(hidden_states.dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EPExperts:
         # A copy holds its own weights but makes its calls over the same ranks.
@@ -133,6 +146,7 @@ def swap_moe(
     *,
     backend: str = "auto",
     options: DispatchOptions | None = None,
+    overlap: Overlap | None = None,
 ) -> Any:
     """Make the MoE blocks of a loaded transformers model expert-parallel over ``ep_group``. Collective.
 
@@ -156,6 +170,8 @@ def swap_moe(
         ep_group: ranks to spread the experts over; None keeps all of them on this rank.
         backend: how rows move, see ``moe_comm.make_dispatcher``. All blocks share one dispatcher.
         options: timeouts and checks.
+        overlap: hide dispatch and combine behind the experts' products (``moe_comm.overlap``), where rows go over
+            torch.distributed, as between hosts; same numbers. None: one after the other.
 
     Returns:
         ``model``.
@@ -182,7 +198,7 @@ def swap_moe(
     for name in list(found):
         experts, layout = found.pop(name)
         parent, _, child = name.rpartition(".")
-        swapped = EPExperts(experts, layout, dispatchers[layout.num_experts], name)
+        swapped = EPExperts(experts, layout, dispatchers[layout.num_experts], name, overlap)
         setattr(model.get_submodule(parent), child, swapped)
         ignored += [f"{name}.{key}" for key in layout.parameters]
         del experts  # one block at a time, or all full weights stay until the end

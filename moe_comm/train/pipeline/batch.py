@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_comm.errors import ConfigError, InputError
+from moe_comm.layers.interleave import StageInput
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,10 @@ class StageModule(Protocol):
 
     def __call__(self, x: Tensor, *, positions: Tensor | None, documents: Any) -> Tensor:
         """Token ids [B, S] on the first stage, x_BSD on others, to x_BSD."""
+        ...
+
+    def forward_in_turns(self, inputs: Sequence[StageInput]) -> tuple[Tensor, ...]:
+        """The same for several micro-batches at once; asked of a whole model alone, and where they are interleaved."""
         ...
 
     def loss(self, hidden_BSD: Tensor, targets_BS: Tensor) -> Tensor:

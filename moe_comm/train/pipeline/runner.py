@@ -19,6 +19,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from moe_comm.dispatch.channel import Channel
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.layers.collectives import channel_of
+from moe_comm.layers.interleave import StageInput
 from moe_comm.runtime.meter import COMMUNICATION
 from moe_comm.topology import FoldedMesh
 from moe_comm.train.pipeline.batch import Activations, MicroBatch, check_batches, device_of
@@ -43,24 +44,38 @@ class Accumulation:
     Under FSDP gradients are reduced once, after the last micro-batch.
 
     Args:
-        module: follows ``StageModule``. after_backward: called with it after each micro-batch's backward.
+        module: follows ``StageModule``.
+        after_backward: called with it after each backward pass.
+        interleave: two micro-batches at a time, forward and backward (``layers/interleave.py``): what one waits for
+            travels while the other computes. A step takes an even number of them. Losses have the same bits; gradients
+            of parameters are those of the first two plus those of the next two and so on, so with one pair they have,
+            too.
     """
 
-    def __init__(self, module: nn.Module, after_backward: AfterBackward | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, after_backward: AfterBackward | None = None, *, interleave: bool = False
+    ) -> None:
         self._module: Any = module
         self._after_backward = after_backward
+        self._together = 2 if interleave else 1
 
     def step(self, batches: Sequence[MicroBatch], scale: float | Tensor = 1.0) -> Tensor:
-        """See ``Pipeline.step``."""
+        """See ``Pipeline.step``.
+
+        Raises:
+            ConfigError: an odd number of micro-batches are to be interleaved, or the module's layers cannot be.
+        """
         check_batches(batches)
-        losses = []
-        for place, batch in enumerate(batches):
-            prepare_backward(self._module, place == len(batches) - 1)
-            loss = self._loss(batch)
-            (loss * scale).backward()
+        if len(batches) % self._together:
+            raise ConfigError(f"micro-batches are interleaved two by two; a step has {len(batches)} of them")
+        losses: list[Tensor] = []
+        for place in range(0, len(batches), self._together):
+            prepare_backward(self._module, place + self._together == len(batches))
+            found = self._losses(batches[place : place + self._together])
+            torch.autograd.backward([loss * scale for loss in found])
             if self._after_backward is not None:
                 self._after_backward(self._module)
-            losses.append(loss.detach())
+            losses += [loss.detach() for loss in found]
         return torch.stack(losses).double()
 
     def forward_only(self, batches: Sequence[MicroBatch]) -> Tensor:
@@ -73,6 +88,13 @@ class Accumulation:
 
     def close(self) -> None:
         """Nothing to do."""
+
+    def _losses(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        if self._together == 1:
+            return [self._loss(batch) for batch in batches]
+        inputs = [StageInput(batch.ids_BS, batch.positions_BS, batch.documents) for batch in batches]
+        outputs = self._module.forward_in_turns(inputs)
+        return [self._module.loss(y, batch.targets_BS) for y, batch in zip(outputs, batches, strict=True)]
 
     def _loss(self, batch: MicroBatch) -> Tensor:
         hidden = self._module(batch.ids_BS, positions=batch.positions_BS, documents=batch.documents)
@@ -356,10 +378,17 @@ def make_runner(
     timeout_s: float = 600.0,
     split_backward: bool = True,
     after_backward: AfterBackward | None = None,
+    interleave: bool = False,
 ) -> Runner:
-    """A ``Pipeline`` where there is one, else ``Accumulation``. Collective; see ``Pipeline`` for the arguments."""
+    """A ``Pipeline`` where there is one, else ``Accumulation``. Collective; see both for the arguments.
+
+    Raises:
+        ConfigError: ``interleave`` with a pipeline, whose schedule is an order of its own; and as ``Pipeline``.
+    """
     if plan.num_stages == 1 and mesh.size("pp") == 1 and len(modules) == 1:
-        return Accumulation(modules[0], after_backward)
+        return Accumulation(modules[0], after_backward, interleave=interleave)
+    if interleave:
+        raise ConfigError("micro-batches are interleaved on one stage that is the whole model, not in a pipeline")
     return Pipeline(
         modules,
         mesh,

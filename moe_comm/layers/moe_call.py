@@ -1,0 +1,112 @@
+"""One call of an MoE layer in three parts, between which other work can hide what is under way.
+
+    call = layer.begin(x)     tokens leave for their experts
+    ...                       other work: attention of another micro-batch, a dense branch beside the experts
+    call.compute()            the shared expert, while tokens are under way; then the experts
+    ...                       other work
+    y = call.result()         results have come back, and are summed
+
+Autograd runs the same other work between the same parts in backward, in the other order: it goes by when an operator
+ran in forward.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from moe_comm.dispatch.all_to_all import AllToAllDispatcher
+from moe_comm.dispatch.base import Dispatched, Dispatcher, Layout
+from moe_comm.layers.autocast import compute_dtype
+from moe_comm.layers.grouped_mlp import grouped_mlp
+from moe_comm.layers.losses import attach_loss
+from moe_comm.layers.router import Routing
+from moe_comm.overlap.chunked import Overlap
+from moe_comm.overlap.experts import ExpertFlight, MLPWeights
+from moe_comm.overlap.passage import overlaps
+
+if TYPE_CHECKING:
+    from moe_comm.layers.moe import MoELayer
+
+
+class SerialFlight:
+    """``ExpertFlight`` one step after the other: nothing is under way between the calls; ``thread`` holds the rows."""
+
+    def __init__(self, dispatcher: Dispatcher, dispatched: Dispatched, weights_TK: Tensor) -> None:
+        self._dispatcher, self._weights_TK = dispatcher, weights_TK
+        self.thread, self.layout = dispatched.rows_RD, dispatched.layout
+
+    def compute(self, weights: MLPWeights) -> None:
+        """Run the experts."""
+        sizes, alloc = self.layout.rows_per_expert, self._dispatcher.empty_rows
+        rows_RD = self.thread.to(compute_dtype(self.thread))
+        self.thread = grouped_mlp(rows_RD, sizes, *weights.tensors, weights.activation, alloc, weights.recompute)
+
+    def result(self) -> Tensor:
+        """Bring the results back."""
+        return self._dispatcher.combine(self.thread, self._weights_TK, self.layout)
+
+
+Flight = ExpertFlight | SerialFlight
+
+
+def begin_flight(
+    dispatcher: Dispatcher,
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    overlap: Overlap | None,
+    *,
+    width: int,
+    label: str,
+) -> Flight:
+    """Send rows to their experts of ``width`` F: in flight if asked to overlap, and if the dispatcher can; else at
+    once."""
+    if overlap is not None and isinstance(dispatcher, AllToAllDispatcher) and overlaps(dispatcher):
+        return ExpertFlight.begin(dispatcher, x_TD, ids_TK, weights_TK, overlap, width=width, label=label)
+    return SerialFlight(dispatcher, dispatcher.dispatch(x_TD, ids_TK, label=label), weights_TK)
+
+
+@dataclass(eq=False)
+class MoECall:
+    """What ``MoELayer.begin`` returns. Every rank calls ``compute`` and then ``result``, once each."""
+
+    layer: MoELayer
+    x: Tensor
+    x_TD: Tensor
+    routing: Routing
+    flight: Flight
+    identity_T1: Tensor | None
+    chunks: int | None
+    shared_TD: Tensor | None = None
+    begun: float = field(default_factory=time.perf_counter)
+
+    @property
+    def layout(self) -> Layout:
+        """Of the rows under way."""
+        return self.flight.layout
+
+    def compute(self) -> None:
+        """Run the shared expert, and the experts on the rows as they arrive; let the results leave."""
+        layer = self.layer
+        if layer.shared is not None:
+            self.shared_TD = layer.shared(self.x_TD)
+        # A call of the module, for the sake of hooks on it: FSDP gathers the weights in one.
+        self.flight.thread = layer.experts(self.flight.thread, self.flight)
+
+    def result(self) -> Tensor:
+        """[..] in the shape of ``x``: what ``MoELayer.forward`` gives."""
+        layer, routing = self.layer, self.routing
+        y_TD = self.flight.result()
+        if layer.running is not None and self.chunks is not None:
+            layer.running.took(time.perf_counter() - self.begun, self.chunks)
+        if self.identity_T1 is not None and layer.zero_experts.identity:
+            y_TD = (y_TD.to(self.identity_T1.dtype) + self.identity_T1 * self.x_TD.to(y_TD.dtype)).to(y_TD.dtype)
+        if self.shared_TD is not None:
+            y_TD = y_TD + self.shared_TD
+        if routing.aux_loss is not None and routing.aux_loss.requires_grad:
+            y_TD = attach_loss(y_TD, routing.aux_loss, layer.aux_scale)
+        return y_TD.view(self.x.shape)

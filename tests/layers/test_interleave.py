@@ -1,0 +1,259 @@
+"""Micro-batches that take turns: the numbers of one after the other, and one computes while another's rows travel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from moe_comm.errors import ConfigError, InputError
+from moe_comm.layers.config import Recompute, TransformerConfig
+from moe_comm.layers.initialize import initialize
+from moe_comm.layers.interleave import StageInput, Steps, finish, take_turns
+from moe_comm.layers.recompute import activation_bytes
+from moe_comm.layers.transformer import ModelPlan, Transformer
+from moe_comm.overlap.chunked import Overlap
+from moe_comm.topology import FoldedMesh, ParallelConfig
+from moe_comm.train.config import load
+from moe_comm.train.parallel.replicate import clear_gradient, compute_in
+from moe_comm.train.pipeline.batch import Activations, MicroBatch
+from moe_comm.train.pipeline.runner import Accumulation, make_runner
+from moe_comm.train.pipeline.stages import plan_stages
+from tests.layers.flights import Flights, recorded
+from tests.layers.tiny import BY_WEIGHT, LENGTH, TINY, own
+from tests.pool import RankPool
+
+OVERLAP = Overlap(chunks=2, chunk_bytes=1)
+ALL_EXPERTS = replace(TINY, dense_layers=())
+DP2 = ParallelConfig(dp=2, ep=2)
+
+
+def _steps(name: str, number: int, seen: list[str]) -> Steps[str]:
+    for step in range(number):
+        seen.append(f"{name}{step}")
+        yield
+    return name.upper()
+
+
+def test_steps_run_in_turns_to_their_ends() -> None:
+    seen: list[str] = []
+    assert take_turns([_steps("a", 3, seen), _steps("b", 1, seen), _steps("c", 2, seen)]) == ("A", "B", "C")
+    assert seen == ["a0", "b0", "c0", "a1", "c1", "a2"]
+    assert finish(_steps("d", 2, seen)) == "D" and seen[-2:] == ["d0", "d1"]
+    assert take_turns([]) == ()
+
+
+def test_where_one_raises_the_others_are_closed() -> None:
+    closed = []
+
+    def open_until_closed() -> Steps[None]:
+        try:
+            yield
+            yield
+        finally:
+            closed.append(True)
+
+    def fails() -> Steps[None]:
+        yield
+        raise InputError("no")
+
+    with pytest.raises(InputError, match="no"):
+        take_turns([open_until_closed(), fails()])
+    assert closed == [True]
+
+
+def _micro_batches(number: int, plan: ModelPlan) -> list[MicroBatch]:
+    """Of different contents, this rank's part of each; every second one is packed."""
+    generator = torch.Generator().manual_seed(11)
+    found = []
+    for place in range(number):
+        ids, targets = torch.randint(TINY.vocab, (2, 4, LENGTH), generator=generator)
+        documents = (torch.rand(ids.shape, generator=generator) < 0.2).long().cumsum(1) if place % 2 else None
+        ids_BS, targets_BS = own(ids, plan), own(targets, plan)
+        assert ids_BS is not None and targets_BS is not None
+        found.append(MicroBatch(ids_BS, targets_BS, None, own(documents, plan)))
+    return found
+
+
+Seen = dict[str, Tensor]
+
+
+def _train(
+    config: TransformerConfig, mapping: ParallelConfig, number: int, interleave: bool, **plan_options: Any
+) -> tuple[Seen, Flights]:
+    """Losses, gradients and routers' counts of one step, and what was under way when attention computed."""
+    plan = ModelPlan.of(FoldedMesh(mapping), **{"backend": "all_to_all", "dtype": torch.float32, **plan_options})
+    model = Transformer(config, plan)
+    initialize(model, seed=3)
+    if plan.dtype == torch.bfloat16:  # as a training run has it: gradients add up in fp32
+        for parameter in model.parameters():
+            compute_in(parameter, torch.bfloat16)
+            clear_gradient(parameter)
+    for layer in model.moe_layers():
+        layer.aux_scale = 1 / number
+    with recorded() as flights:
+        for block in model.layers.values():
+            flights.watch("attention", block.attention)  # type: ignore[arg-type]
+        losses = Accumulation(model, interleave=interleave).step(_micro_batches(number, plan), 0.01)
+    found = {"losses": losses}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        found[name] = parameter.grad
+    for place, layer in enumerate(model.moe_layers()):
+        found[f"load {place}"], found[f"dropped {place}"] = layer.router.load_E, layer.dropped_total
+        found |= {f"{name} {place}": value for name, value in layer.router.losses.items()}
+    model.close()
+    assert flights.under_way == 0
+    return found, Flights(flights.events)
+
+
+def _differing(rank: int, world: int, arg: Any) -> list[str]:
+    config, mapping, options = arg
+    # Linear layers that overlap multiply by other kernels.
+    ignored = ("recompute",) if mapping.tp > 1 else ("recompute", "overlap")
+    plain = {name: value for name, value in options.items() if name not in ignored}
+    wanted, _ = _train(config, mapping, 2, False, **plain)
+    found, _ = _train(config, mapping, 2, True, **options)
+    assert found.keys() == wanted.keys()
+    return [name for name in wanted if not torch.equal(found[name], wanted[name])]
+
+
+@pytest.mark.parametrize(
+    ("config", "mapping", "options"),
+    [
+        (TINY, DP2, {"overlap": OVERLAP}),
+        (BY_WEIGHT, DP2, {"overlap": OVERLAP, "recompute": "selective"}),
+        (TINY, ParallelConfig(tp=2, ep=2), {"overlap": OVERLAP, "recompute": "selective"}),
+        (replace(TINY, shortcut=True), DP2, {"overlap": OVERLAP, "recompute": "selective"}),
+        (replace(TINY, parallel_block=True), DP2, {"overlap": OVERLAP}),
+        (TINY, ParallelConfig(cp=2, ep=2), {}),
+        (TINY, ParallelConfig(tp=2, etp=2), {"backend": "auto"}),
+        (TINY, DP2, {"overlap": OVERLAP, "dtype": torch.bfloat16}),
+    ],
+    ids=["gqa", "drops", "tp", "shortcut", "parallel", "not overlapped", "shared memory", "bf16"],
+)
+def test_a_pair_has_the_bits_of_one_after_the_other(
+    pool2: RankPool, config: TransformerConfig, mapping: ParallelConfig, options: dict[str, Any]
+) -> None:
+    """Losses, all gradients, counted and dropped slots, auxiliary losses."""
+    assert pool2.run(_differing, (config, mapping, options)) == [[], []]
+
+
+def test_so_it_has_on_four_ranks(pool4: RankPool) -> None:
+    assert pool4.run(_differing, (BY_WEIGHT, ParallelConfig(tp=2, dp=2, ep=4), {"overlap": OVERLAP})) == [[]] * 4
+
+
+def _two_pairs(rank: int, world: int, config: TransformerConfig) -> tuple[Seen, Seen]:
+    both = [_train(config, DP2, 4, interleave, overlap=OVERLAP)[0] for interleave in (False, True)]
+    return both[0], both[1]
+
+
+@pytest.mark.parametrize("config", [TINY, replace(TINY, tie=True)], ids=["untied", "tied"])
+def test_several_pairs_add_up_their_gradients_in_another_order(pool2: RankPool, config: TransformerConfig) -> None:
+    for wanted, found in pool2.run(_two_pairs, config):
+        assert torch.equal(found["losses"], wanted["losses"])
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5 * float(value.abs().max()), msg=name)
+
+
+def _under_way(rank: int, world: int, interleave: bool) -> tuple[list[int], list[int]]:
+    _, flights = _train(ALL_EXPERTS, DP2, 2, interleave, overlap=OVERLAP)
+    return flights.of("attention"), flights.of("attention backward")
+
+
+def test_the_attention_of_one_runs_while_rows_of_the_other_travel_forward_and_backward(pool2: RankPool) -> None:
+    """All but the first attention, before which nothing has left, and the last one's backward, after which nothing
+    is left to do."""
+    for forward, backward in pool2.run(_under_way, True):
+        assert len(forward) == len(backward) == 2 * ALL_EXPERTS.layers
+        assert forward[0] == 0 and min(forward[1:]) > 0
+        assert backward[-1] == 0 and min(backward[:-1]) > 0
+    for forward, backward in pool2.run(_under_way, False):
+        assert max(forward) == max(backward) == 0
+
+
+def _order(rank: int, world: int, arg: None) -> list[str]:
+    _, flights = _train(ALL_EXPERTS, DP2, 2, True, overlap=OVERLAP)
+    return [name for name, _ in flights.events]
+
+
+def test_every_rank_runs_in_the_same_order(pool2: RankPool) -> None:
+    first, second = pool2.run(_order, None)
+    assert first == second and len(first) == 4 * ALL_EXPERTS.layers
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_recomputing_keeps_less_of_each(recompute: Recompute) -> None:
+    plan = ModelPlan(recompute=recompute)
+    model = Transformer(TINY, plan)
+    initialize(model, seed=3)
+    inputs = [StageInput(batch.ids_BS) for batch in _micro_batches(2, plan)]
+    besides = [*model.parameters(), *model.buffers(), *(each.x for each in inputs)]
+    together = activation_bytes(lambda: model.forward_in_turns(inputs), besides)
+    apart = activation_bytes(lambda: [model(each.x) for each in inputs], besides)
+    assert together == apart
+
+
+def test_without_gradients_outputs_are_the_same() -> None:
+    model = Transformer(BY_WEIGHT, ModelPlan(recompute="selective"))
+    initialize(model, seed=3)
+    inputs = [StageInput(b.ids_BS, documents=b.documents) for b in _micro_batches(3, ModelPlan())]
+    with torch.no_grad():
+        found = model.forward_in_turns(inputs)
+        for y, each in zip(found, inputs, strict=True):
+            assert torch.equal(y, model(each.x, documents=each.documents))
+
+
+def test_layers_that_run_in_one_go_are_refused() -> None:
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    model = Transformer(TINY, ModelPlan(recompute="full"))
+    with pytest.raises(ConfigError, match='"selective" or "none"'):
+        model.forward_in_turns([StageInput(ids)] * 2)
+    tokens: Any = None
+    with pytest.raises(ConfigError, match="cannot take turns"):
+        finish(model.layers["0"].steps(torch.zeros(1, 4, 32, requires_grad=True), tokens))  # type: ignore[operator]
+    model = Transformer(TINY)
+    model.layers["1"] = checkpoint_wrapper(model.layers["1"])
+    with pytest.raises(ConfigError, match="wrapped"):
+        model.forward_in_turns([StageInput(ids)] * 2)
+    with pytest.raises(InputError, match="token ids"):
+        Transformer(TINY).forward_in_turns([StageInput(torch.zeros(1, 4, 32))])
+
+
+def test_an_odd_number_of_micro_batches_is_refused() -> None:
+    runner = Accumulation(nn.Linear(1, 1), interleave=True)
+    with pytest.raises(ConfigError, match="two by two; a step has 3"):
+        runner.step(_micro_batches(3, ModelPlan()))
+
+
+def test_a_pipeline_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not in a pipeline"):
+        make_runner(
+            [],
+            FoldedMesh(ParallelConfig()),
+            plan_stages(4, 2, "1f1b"),
+            "1f1b",
+            Activations(8, torch.float32),
+            interleave=True,
+        )
+
+
+def _refused() -> Iterator[tuple[str, str]]:
+    yield "data.micro_batches=3", r"micro_batches \(3\) must be even"
+    yield "parallel.pp=2", r"pp \(2\) must be 1"
+    yield "parallel.overlap_chunks=0", "overlap_chunks must not be 0"
+    yield "parallel.sharding=fsdp", "fsdp"
+    yield "model.recompute=full", "recompute"
+
+
+@pytest.mark.parametrize(("setting", "message"), list(_refused()))
+def test_a_run_that_cannot_interleave_says_why_before_it_starts(setting: str, message: str) -> None:
+    settings = ["parallel.interleave=true", "parallel.overlap_chunks=2", "data.batch=12", "data.micro_batches=2"]
+    assert load(None, settings).parallel.interleave
+    with pytest.raises(ConfigError, match=f"the overrides: parallel.interleave lets .*{message}"):
+        load(None, [*settings, setting])

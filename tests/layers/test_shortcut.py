@@ -1,0 +1,281 @@
+"""The experts' shortcut: LongCat-Flash's numbers, the same bits overlapped or not, and transfers behind the layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_comm.errors import ConfigError, UnsupportedModel
+from moe_comm.layers.block import Tokens
+from moe_comm.layers.config import AttentionConfig, MLAConfig, Recompute, RopeConfig, TransformerConfig
+from moe_comm.layers.flops import count_model
+from moe_comm.layers.initialize import initialize
+from moe_comm.layers.moe import MoEConfig, ZeroExperts
+from moe_comm.layers.recompute import activation_bytes
+from moe_comm.layers.router import RouterConfig
+from moe_comm.layers.shard import shardings_of
+from moe_comm.layers.shortcut import PLACES, Shortcut, ShortcutBlock
+from moe_comm.layers.transformer import ModelPlan, Transformer
+from moe_comm.overlap.chunked import Overlap
+from moe_comm.topology import FoldedMesh, ParallelConfig
+from moe_comm.train.memory import Activations
+from tests.layers.flights import Flights, recorded
+from tests.layers.tiny import BY_WEIGHT, LATENT, TINY, Case, Outcome, assert_same, batch, own, run, work
+from tests.pool import RankPool
+
+SHORTCUT = replace(TINY, shortcut=True)
+LATENT_SHORTCUT = replace(LATENT, shortcut=True, dense_layers=())
+OVERLAP = Overlap(chunks=2, chunk_bytes=1)
+HIDDEN, EXPERTS, IDENTITY = 32, 6, 2
+LONGCAT = TransformerConfig(
+    vocab=8,
+    hidden=HIDDEN,
+    layers=1,
+    attention=AttentionConfig(
+        HIDDEN, 4, 4, 4, rope=RopeConfig(10_000.0, interleaved=True), mla=MLAConfig(12, 8, 6, 4, 5), norm_eps=1e-6
+    ),
+    moe=MoEConfig(
+        HIDDEN,
+        16,
+        RouterConfig(EXPERTS + IDENTITY, 3, normalize=False, scale=2.5, correction_bias=True),
+        zero_experts=ZeroExperts(identity=IDENTITY),
+    ),
+    max_length=16,
+    dense_ffn=48,
+    norm_eps=1e-6,
+    shortcut=True,
+    init_std=0.3,
+)
+
+
+def _hugging_face() -> tuple[Any, Any]:
+    """LongCat-Flash's layer with random weights, and its rotary embedding."""
+    hub = pytest.importorskip("transformers.models.longcat_flash.modeling_longcat_flash")
+    from transformers import LongcatFlashConfig
+
+    settings: dict[str, Any] = {"attn_implementation": "eager"}
+    config = LongcatFlashConfig(
+        hidden_size=HIDDEN,
+        num_layers=1,
+        num_attention_heads=4,
+        ffn_hidden_size=48,
+        q_lora_rank=12,
+        kv_lora_rank=8,
+        qk_nope_head_dim=6,
+        qk_rope_head_dim=4,
+        head_dim=4,
+        v_head_dim=5,
+        n_routed_experts=EXPERTS,
+        zero_expert_num=IDENTITY,
+        moe_topk=3,
+        expert_ffn_hidden_size=16,
+        routed_scaling_factor=2.5,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        **settings,
+    )
+    torch.manual_seed(0)
+    layer = hub.LongcatFlashDecoderLayer(config, 0)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.3)
+    layer.mlp.router.e_score_correction_bias.normal_(0, 0.02)
+    return layer, hub.LongcatFlashRotaryEmbedding(config)
+
+
+@torch.no_grad()
+def _copy(theirs: Any, ours: ShortcutBlock) -> None:
+    """Their weights into our block. Their latents' scales join our norms, after which they stand."""
+    for place, prefix in enumerate(("", "second_")):
+        attention, latent = getattr(ours, f"{prefix}attention"), theirs.self_attn[place]
+        attention.q_a.weight.copy_(latent.q_a_proj.weight)
+        attention.q_a_norm.weight.copy_(latent.q_a_layernorm.weight * latent.mla_scale_q_lora)
+        attention.q_b.weight.copy_(latent.q_b_proj.weight)
+        attention.kv_a.weight.copy_(latent.kv_a_proj_with_mqa.weight)
+        attention.kv_a_norm.weight.copy_(latent.kv_a_layernorm.weight * latent.mla_scale_kv_lora)
+        attention.kv_b.weight.copy_(latent.kv_b_proj.weight)
+        attention.o.weight.copy_(latent.o_proj.weight)
+        getattr(ours, f"{prefix}attention_norm").weight.copy_(theirs.input_layernorm[place].weight)
+        getattr(ours, f"{prefix}ffn_norm").weight.copy_(theirs.post_attention_layernorm[place].weight)
+        dense, mlp = getattr(ours, f"{prefix}dense"), theirs.mlps[place]
+        dense.w13.copy_(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
+        dense.w2.copy_(mlp.down_proj.weight)
+    ours.moe.router.weight.copy_(theirs.mlp.router.classifier.weight)
+    assert ours.moe.router.correction_bias is not None
+    ours.moe.router.correction_bias.copy_(theirs.mlp.router.e_score_correction_bias)
+    ours.moe.experts.w13.copy_(theirs.mlp.experts.gate_up_proj[:EXPERTS])
+    ours.moe.experts.w2.copy_(theirs.mlp.experts.down_proj)
+
+
+def test_a_block_computes_what_longcat_flash_does() -> None:
+    theirs, rotary = _hugging_face()
+    ours = ShortcutBlock(LONGCAT, 0, ModelPlan())
+    _copy(theirs, ours)
+    x = torch.randn(2, 10, HIDDEN, generator=torch.Generator().manual_seed(1))
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    places = torch.arange(10).unsqueeze(0)
+    mask = torch.full((10, 10), -torch.inf).triu(1)[None, None]
+    expected = theirs(inputs[0], attention_mask=mask, position_embeddings=rotary(x, places))
+    y = ours(inputs[1], Tokens(ours.attention.rope.table(places, torch.float32)))
+    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
+    expected.backward(grad)
+    y.backward(grad)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(inputs[1].grad, inputs[0].grad, rtol=1e-3, atol=1e-3)
+    pairs = [
+        (ours.moe.experts.w13.grad, theirs.mlp.experts.gate_up_proj.grad[:EXPERTS]),
+        (ours.moe.router.weight.grad, theirs.mlp.router.classifier.weight.grad),
+        (ours.attention.o.weight.grad, theirs.self_attn[0].o_proj.weight.grad),
+        (ours.second_dense.w2.grad, theirs.mlps[1].down_proj.weight.grad),
+        (ours.second_ffn_norm.weight.grad, theirs.post_attention_layernorm[1].weight.grad),
+    ]
+    for found, wanted in pairs:
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
+    chosen = ours.moe.router.load_E
+    assert chosen[EXPERTS:].any(), "identity experts take part"
+
+
+def _bits(rank: int, world: int, arg: tuple[TransformerConfig, ParallelConfig, str]) -> list[str]:
+    """What differs (loss, gradients, loads) where experts overlap, for schedules and modes of recomputing."""
+    config, mapping, backend = arg
+    mesh = FoldedMesh(mapping)
+
+    def once(overlap: Overlap | None, recompute: str = "none", schedule: Shortcut | None = None) -> dict[str, Tensor]:
+        # Linear layers overlap throughout: those that do not multiply by other kernels.
+        how: Any = {"recompute": recompute, "overlap": OVERLAP, "backend": backend, "dtype": torch.float32}
+        plan = ModelPlan.of(mesh, **how)
+        model = Transformer(config, plan)
+        initialize(model, seed=3)
+        for block in model.layers.values():
+            if isinstance(block, ShortcutBlock):
+                block.moe.overlap, block.schedule = overlap, schedule or Shortcut()
+        ids, targets, documents = (own(t, plan) for t in batch(True))
+        assert ids is not None and targets is not None
+        loss = model.loss(model(ids, documents=documents), targets)
+        loss.backward()
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        assert len(found) == len(list(model.parameters()))
+        loads = {f"load {n}": layer.router.load_E for n, layer in enumerate(model.moe_layers())}
+        model.close()
+        return {"loss": loss.detach(), **found, **loads}
+
+    wanted = once(None)
+    tries: list[Any] = [(OVERLAP,), (OVERLAP, "selective"), (OVERLAP, "full"), (None, "full")]
+    tries += [(OVERLAP, "none", way) for way in (Shortcut("start", "start"), Shortcut("dense", "second_attention"))]
+    tries += [(None, "selective", Shortcut("second_attention", "second_attention"))]
+    differing = []
+    for more in tries:
+        found = once(*more)
+        differing += [f"{name} of {more}" for name in wanted if not torch.equal(found[name], wanted[name])]
+    return differing
+
+
+@pytest.mark.parametrize(
+    ("config", "mapping", "backend"),
+    [
+        (SHORTCUT, ParallelConfig(dp=2, ep=2), "all_to_all"),
+        (replace(BY_WEIGHT, shortcut=True), ParallelConfig(tp=2, ep=2), "all_to_all"),
+        (SHORTCUT, ParallelConfig(dp=2, ep=2), "auto"),
+    ],
+    ids=["dp", "tp", "shared memory"],
+)
+def test_overlap_schedule_and_recomputing_change_no_bit(
+    pool2: RankPool, config: TransformerConfig, mapping: ParallelConfig, backend: str
+) -> None:
+    assert pool2.run(_bits, (config, mapping, backend)) == [[], []]
+
+
+def _alone(config: TransformerConfig) -> Outcome:
+    return run(Case(config=config))
+
+
+def test_four_ranks_compute_what_one_does(pool4: RankPool) -> None:
+    mapping = ParallelConfig(tp=2, dp=2, etp=2, ep=2)
+    case = Case(mapping, LATENT_SHORTCUT, {"overlap": OVERLAP})
+    assert_same(pool4.run(work, case), mapping, _alone(LATENT_SHORTCUT), 1e-9)
+
+
+def _flights(rank: int, world: int, overlap: Overlap | None) -> Flights:
+    config = replace(SHORTCUT, dense_layers=(0, 2))
+    model = Transformer(
+        config, ModelPlan.of(FoldedMesh(ParallelConfig(dp=2, ep=2)), backend="all_to_all", overlap=overlap)
+    )
+    initialize(model, seed=3)
+    block = model.layers["1"]
+    assert isinstance(block, ShortcutBlock)
+    ids, targets, _ = (own(t, model.plan) for t in batch(False))
+    assert ids is not None and targets is not None
+    with recorded() as flights:
+        for name in ("attention", "dense", "second_attention", "second_dense"):
+            flights.watch(name, getattr(block, name))
+        model.loss(model(ids), targets).backward()
+    model.close()
+    assert flights.under_way == 0 and flights.started
+    return Flights(flights.events)
+
+
+def test_the_rest_of_the_layer_runs_while_rows_are_under_way_forward_and_backward(pool2: RankPool) -> None:
+    beside = ("dense", "second_attention", "second_dense")
+    for flights in pool2.run(_flights, OVERLAP):
+        assert flights.of("attention") == [0] and flights.of("attention backward") == [0]
+        for name in beside:
+            assert flights.of(name)[0] > 0, f"{name} hides nothing"
+            assert flights.of(f"{name} backward")[0] > 0, f"the backward of {name} hides nothing"
+    for flights in pool2.run(_flights, None):
+        assert {count for _, count in flights.events} == {0}
+
+
+def test_a_model_with_shortcuts_has_twice_the_attentions_and_dense_blocks_beside_its_experts() -> None:
+    model = Transformer(SHORTCUT, ModelPlan(device="meta"))
+    names = shardings_of(model).keys()
+    of_layer = {name.split(".", 2)[2] for name in names if name.startswith("layers.0.")}
+    assert {
+        "attention.q.weight",
+        "dense.w13",
+        "moe.router.weight",
+        "second_attention.q.weight",
+        "second_attention_norm.weight",
+        "second_dense.w2",
+        "second_ffn_norm.weight",
+    } <= of_layer
+    plain = {name for name in names if name.startswith("layers.1.")}
+    assert not any("second" in name or "moe" in name for name in plain), "a dense layer stays as it is"
+    assert len(list(model.moe_layers())) == 2
+    count, plain_count = count_model(SHORTCUT), count_model(TINY)
+    assert count.params == sum(p.numel() for p in model.parameters())
+    attention, dense = (count.part(name).flops / plain_count.part(name).flops for name in ("attention", "dense"))
+    assert attention == pytest.approx(5 / 3) and dense == 5, "in two layers of three; one is dense already"
+    for name in ("router", "experts", "shared experts", "head"):
+        assert count.part(name) == plain_count.part(name)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_the_estimate_of_its_activations_is_within_a_tenth(recompute: Recompute) -> None:
+    config = replace(SHORTCUT, moe=replace(SHORTCUT.moe, router=RouterConfig(4, 2)))
+    model = Transformer(config, ModelPlan(recompute=recompute, dtype=torch.float32))
+    initialize(model, seed=3)
+    ids, _, _ = batch(False)
+    measured = activation_bytes(lambda: model(ids), [*model.parameters(), *model.buffers(), ids])
+    estimate = Activations(config, ids.numel(), 4, recompute=recompute, native_norms=True)
+    assert estimate.kept(range(3), True) == pytest.approx(measured, rel=0.1)
+
+
+def test_what_contradicts_a_shortcut_is_refused() -> None:
+    with pytest.raises(ConfigError, match="dense_ffn"):
+        replace(TINY, dense_layers=(), dense_ffn=0, shortcut=True)
+    with pytest.raises(ConfigError, match="choose one"):
+        replace(SHORTCUT, parallel_block=True)
+    with pytest.raises(ConfigError, match="before 'second_dense'"):
+        Shortcut("second_dense", "dense")
+    with pytest.raises(ConfigError, match=", ".join(PLACES)):
+        Shortcut("middle")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="no experts"):
+        ShortcutBlock(SHORTCUT, 1, ModelPlan(device="meta"))
+    pytest.importorskip("transformers")
+    from moe_comm.integrations.hugging_face.architecture import to_hugging_face
+
+    with pytest.raises(UnsupportedModel, match="shortcut"):
+        to_hugging_face(SHORTCUT, "deepseek_v3")
