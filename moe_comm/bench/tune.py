@@ -1,0 +1,232 @@
+"""``moe-comm tune``: how many chunks each operator is best cut into here, measured, and stored for ``Overlap("auto")``.
+
+For each operator, direction and number of rows, the candidates take turns in every round. One chunk, that is one step
+after the other, stays the choice where nothing else is at least ``GAIN`` faster: so few rows fall back to it by what
+was measured. Beside each time stands what the cost model says, and over all of them its error: what ``auto`` can be
+trusted with where nothing was measured.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_comm.bench import machine, report
+from moe_comm.bench.clock import Clock, sync_group
+from moe_comm.bench.host_ranks import run_on_hosts
+from moe_comm.bench.hosts import Hosts
+from moe_comm.bench.ranks import on_ranks
+from moe_comm.bench.settings import DTYPES
+from moe_comm.bench.tune_cases import CASES, Case, Ground
+from moe_comm.dispatch.channel import Channel
+from moe_comm.errors import ConfigError
+from moe_comm.kernels.row_invariant import TILE
+from moe_comm.overlap.chunked import Overlap
+from moe_comm.overlap.cost import CHUNKS, DIRECTIONS, IN_PLACE, MARGIN, Rates, predict
+from moe_comm.overlap.rates import measure_rates
+from moe_comm.overlap.tuning import (
+    Measured,
+    Place,
+    Tried,
+    as_run,
+    cache_folder,
+    fallback_rows,
+    load_store,
+    place_of,
+    prediction_error,
+    save_store,
+)
+
+GAIN = 0.02
+"""Share of one chunk's time that others must save: less is noise."""
+WINS = 0.75
+"""Share of the rounds in which they must."""
+TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True)
+class Tune:
+    """What to measure. hosts: 1 is this one; more are made (``bench.hosts``), with links of ``link_gbit`` Gbit/s.
+    rows: of each rank (tokens, of an MoE layer). sent, other: widths of what travels and of what does not.
+
+    Raises:
+        ConfigError: an unknown operator or dtype, or nothing to measure.
+    """
+
+    hosts: int = 1
+    ranks_per_host: int = 2
+    link_gbit: float = 1.0
+    operators: tuple[str, ...] = tuple(CASES)
+    rows: tuple[int, ...] = (1, 16, 64, 256, 1024, 4096)
+    sent: int = 512
+    other: int = 512
+    dtype: str = "float32"
+    warmup: int = 2
+    rounds: int = 7
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for operator in self.operators:
+            if operator not in CASES:
+                raise ConfigError(f"unknown operator {operator!r}; known: {', '.join(CASES)}")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"unknown dtype {self.dtype!r}; known: {', '.join(DTYPES)}")
+        if not self.operators or not self.rows or min(self.rows) < 1 or min(self.sent, self.other) < 1:
+            raise ConfigError("give at least one operator and number of rows, and widths of at least 1")
+
+    @property
+    def world(self) -> int:
+        return self.hosts * self.ranks_per_host
+
+
+def run(tune: Tune, threads: int) -> list[Measured]:
+    """One rank's part; the same list on every rank."""
+    group = dist.group.WORLD
+    assert group is not None
+    ground, cpu = Ground(group, DTYPES[tune.dtype], tune.seed), torch.device("cpu")
+    known: dict[Channel, Rates] = {}
+    found = []
+    for operator, rows in itertools.product(tune.operators, tune.rows):
+        case = CASES[operator](ground, rows, tune.sent, tune.other)
+        if case.channel not in known:
+            known[case.channel] = measure_rates(case.channel, ground.dtype, cpu, max(tune.rounds, 3))
+        rates = known[case.channel]
+        place = place_of(case.channel, rates, cpu)
+        found += [_measure(case, direction, tune, rates, place) for direction in DIRECTIONS]
+    return found
+
+
+def candidates(case: Case, rates: Rates) -> list[int]:
+    """Numbers of chunks that differ from each other in what they do."""
+    if rates.shared and case.operator in IN_PLACE:
+        return [1, 2]
+    return [chunks for chunks in CHUNKS if chunks == 1 or chunks <= -(-case.rows // TILE)]
+
+
+def _measure(case: Case, direction: str, tune: Tune, rates: Rates, place: Place) -> Measured:
+    work = case.work(direction)
+    calls = {chunks: _call(case, direction, Overlap(chunks, 1)) for chunks in candidates(case, rates)}
+    times = race({str(chunks): call for chunks, call in calls.items()}, tune.warmup, tune.rounds)
+    load, alone = work.load(), times["1"]
+    tried = tuple(
+        Tried(as_run(chunks, work, rates), median(times[str(chunks)]), predict(load, rates, chunks) * 1e3)
+        for chunks in calls
+    )
+    best = min(range(len(tried)), key=lambda i: tried[i].ms)
+    wins = sum(one < other for one, other in zip(times[str(tried[best].choice.chunks)], alone, strict=True))
+    better = tried[best].ms < tried[0].ms * (1 - GAIN) and wins >= WINS * len(alone)
+    return Measured(work, place, tried, best if better else 0)
+
+
+def _call(case: Case, direction: str, overlap: Overlap) -> Callable[[], Any]:
+    forward = case.prepare(overlap)
+    if direction == "forward":
+
+        def alone() -> Tensor:
+            with torch.no_grad():
+                return forward()
+
+        return alone
+    y = forward()
+    grad = torch.ones_like(y)
+    return lambda: torch.autograd.grad(y, case.leaves, grad, retain_graph=True)
+
+
+def race(parts: dict[str, Callable[[], Any]], warmup: int, rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of the slowest rank, of each part in each round; they take turns. Collective."""
+    clock = Clock(sync_group)
+    order = list(parts.items())
+    gc.disable()
+    try:
+        for turn in range(warmup + rounds):
+            if turn == warmup:
+                clock.clear()
+            shift = turn % len(order)
+            for name, work in order[shift:] + order[:shift]:
+                clock.measure(name, ("total", work))
+            gc.collect()
+    finally:
+        gc.enable()
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, dict(clock.times))
+    return {
+        name: [max(ranks) * 1e3 for ranks in zip(*(own[name, "total"] for own in every), strict=True)] for name in parts
+    }
+
+
+def main(tune: Tune, json_out: str | None = None, folder: Path | None = None) -> dict[str, Any] | None:
+    """Measure, store, print a table, write JSON; the body of ``moe-comm tune``. None under torchrun but on rank 0.
+
+    Args:
+        folder: where measurements are kept; None: ``cache_folder()``.
+
+    Raises:
+        ConfigError: hosts cannot be made here (not root, no iproute2).
+    """
+    report.check_writable(json_out)
+    folder = folder or cache_folder()
+    if tune.hosts == 1:
+        measured = on_ranks(run, tune, tune.world, "cpu")
+    else:
+        with Hosts(tune.hosts, tune.link_gbit) as hosts:
+            args = (run, tune, tune.world, "cpu")
+            measured = run_on_hosts(on_ranks, args, hosts, tune.ranks_per_host, TIMEOUT_S)[0]
+    if measured is None:
+        return None
+    path = save_store(folder, load_store(folder).merged(measured))
+    found = {
+        "benchmark": "tune",
+        "results": [_shown(m) for m in measured],
+        "fallback_rows": _fallbacks(measured),
+        "prediction_error": prediction_error(measured),
+        "stored": str(path),
+        "settings": asdict(tune),
+        "machine": machine.facts("cpu"),
+    }
+    report.write_json(found, json_out)
+    report.show(report.tune_tables(found), json_out)
+    return found
+
+
+def _shown(m: Measured) -> dict[str, Any]:
+    """A row of the table; ``rows``: of the product on each rank, as in ``Work``."""
+    return {
+        "op": m.work.operator,
+        "direction": m.work.direction,
+        "rows": m.work.rows,
+        "sent": m.work.sent,
+        "other": m.work.other,
+        "serial_ms": m.serial.ms,
+        "best_ms": m.chosen.ms,
+        "choice": str(m.chosen.choice),
+        "predicted_ms": m.chosen.predicted_ms,
+        "error": m.chosen.error,
+        "model_ms": _of_the_model(m).ms,
+        "tried": m.to_json()["tried"],
+    }
+
+
+def _of_the_model(m: Measured) -> Tried:
+    """What would have been done without measuring."""
+    rows = {tried.choice.chunks: tried for tried in m.tried}
+    alone = m.serial.predicted_ms
+    best = min(rows, key=lambda chunks: rows[chunks].predicted_ms)
+    return rows[best] if rows[best].predicted_ms < alone * (1 - MARGIN) else m.serial
+
+
+def _fallbacks(measured: list[Measured]) -> dict[str, int]:
+    """By operator and direction: the most rows, of the fewest on, that are best in one chunk."""
+    found = {}
+    for operator, direction in dict.fromkeys((m.work.operator, m.work.direction) for m in measured):
+        same = [m for m in measured if (m.work.operator, m.work.direction) == (operator, direction)]
+        found[f"{operator} {direction}"] = fallback_rows(same)
+    return found
