@@ -3,8 +3,8 @@
     python benchmarks/fill_readme.py benchmarks/results/cpu-amd-epyc-avx2
 
 The folder holds dispatch-2-ranks.json, dispatch-4-ranks.json, small.json, layer-comm.json, layer-compute.json,
-train-comm.json, train-compute.json, overlap.json and overlap-free.json (--no-deterministic), as ``moe-comm bench``
-writes them, and parity.json, as ``moe-comm parity`` does.
+train-comm.json, train-compute.json, overlap.json, overlap-free.json (--no-deterministic) and overlap-rows.json
+(--sweep), as ``moe-comm bench`` writes them, and parity.json, as ``moe-comm parity`` does.
 """
 
 from __future__ import annotations
@@ -147,24 +147,47 @@ def parity_block(folder: Path) -> str:
 
 
 def overlap_block(folder: Path) -> str:
-    """What the fused operators hide, in both modes."""
-    found, free = load(folder, "overlap"), load(folder, "overlap-free")
+    """What the fused operators hide, and what becomes of whole layers."""
+    found, free, rows = (load(folder, name) for name in ("overlap", "overlap-free", "overlap-rows"))
     lines = [
         "| operator | communication / compute | compute, ms | communication, ms | one after the other, ms "
         "| overlapped, ms | hidden | hidden, not deterministic |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for one, other in zip(found["results"], free["results"], strict=True):
+    freely = {(one["op"], one["direction"], one["ratio"]): one["hidden"] for one in free["results"]}
+    for one in found["results"]:
         times = " | ".join(f"{one[f'{name}_ms']:.0f}" for name in ("compute", "comm", "serial", "overlapped"))
         name = f"`{one['op']}`, {one['direction']}"
-        lines.append(f"| {name} | {one['ratio']:g} | {times} | {one['hidden']:.2f} | {other['hidden']:.2f} |")
-    s, rows = found["settings"], found["results"][0]["rows"]
+        other = freely.get((one["op"], one["direction"], one["ratio"]))
+        # Experts' weight gradients are the same in both modes.
+        shown = "" if other is None or one["op"] not in ("gather_matmul", "matmul_scatter") else f"{other:.2f}"
+        lines.append(f"| {name} | {one['ratio']:g} | {times} | {one['hidden']:.2f} | {shown} |")
+    s, swept, slow = found["settings"], rows["settings"]["rows"], rows["slowest_case"]
     lines += [
         "",
-        f"{s['hosts']} hosts x {s['ranks_per_host']} rank, links of {s['link_gbit']:g} Gbit/s, {rows} rows a rank, "
-        f"{s['width']} columns travel, fp32, {s['chunks']} chunks. hidden = (one after the other - overlapped) / the "
-        "smaller of compute and communication; above 1 where the steps one after the other also cost each other "
-        f"something. {where(found, folder)}.",
+        f"{s['hosts']} hosts x {s['ranks_per_host']} rank, links of {s['link_gbit']:g} Gbit/s, "
+        f"{found['results'][0]['rows']} rows a rank, {s['width']} columns travel, fp32, {s['chunks']} chunks. "
+        "hidden = (one after the other - overlapped) / the smaller of compute and communication; above 1 where the "
+        "steps one after the other also cost each other something. "
+        f"Over {len(swept)} numbers of rows from {min(swept)} to {max(swept)} "
+        f"(`overlap-rows.json`, {rows['settings']['chunks']} chunks) the operators took at most "
+        f"{rows['slowest_vs_serial']:.3f} times as long as one step after the other (`{slow['op']}`, "
+        f"{slow['direction']}, {slow['rows']} rows).",
+        "",
+        "| MoE layer, forward and backward | experts alone, ms | communication, ms | one after the other, ms "
+        "| overlapped, ms | faster | Hugging Face's EP, ms | faster | hidden |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for one in found["layer"]:
+        times = [f"{one[f'{name}_ms']:.0f}" for name in ("compute", "comm", "serial", "overlapped")]
+        hf = f"{one['hf_ep_ms']:.0f} | {one['speedup_vs_hf_ep']:.2f}x" if "hf_ep_ms" in one else "- | -"
+        gains = f"{one['speedup_vs_serial']:.2f}x | {hf} | {one['hidden']:.2f}"
+        lines.append(f"| F {one['ffn']} | {' | '.join(times)} | {gains} |")
+    experts = f"{s['experts']} experts" if s["experts"] else "8 experts a rank"
+    lines += [
+        "",
+        f"{s['tokens']} tokens a rank, D {s['hidden']}, {experts}, K {s['top_k']}, the same hosts and link. "
+        f"{where(found, folder)}.",
     ]
     return "\n".join(lines)
 

@@ -145,13 +145,57 @@ def overlap_tables(found: dict[str, Any]) -> list[Table]:
         f"{s['hosts']} hosts x {s['ranks_per_host']} rank(s), links of {s['link_gbit']:g} Gbit/s (measured {links}), "
         f"at most {s['chunks']} chunks; {_machine(found)}"
     )
-    columns = ("comm / compute", "rows", "compute ms", "comm ms", "serial ms", "overlapped ms", "speedup", "hidden")
-    table = _table(heading, "", *columns)
+    worst, caption = found["slowest_case"], None
+    if worst is not None:
+        where = f"{worst['op']}, {worst['direction']}, {worst['rows']} rows"
+        caption = f"slowest: {found['slowest_vs_serial']:.3f} times serial ({where}, ratio {worst['ratio']:g})"
+    columns = ("ratio", "rows", "compute ms", "comm", "(wire)", "serial", "overlapped", "speedup", "hidden")
+    table = _table(heading, "", *columns, caption=caption)
     for row in found["results"]:
-        times = [_number(row[f"{name}_ms"]) for name in ("compute", "comm", "serial", "overlapped")]
-        speedup = f"{row['serial_ms'] / row['overlapped_ms']:.2f}x"
+        times = [_number(row[f"{name}_ms"]) for name in ("compute", "comm", "wire", "serial", "overlapped")]
         asked = (f"{row['op']}, {row['direction']}", f"{row['ratio']:g}", str(row["rows"]))
-        table.add_row(*asked, *times, speedup, f"{row['hidden']:.2f}")
+        table.add_row(*asked, *times, f"{1 / row['vs_serial']:.2f}x", f"{row['hidden']:.2f}")
+    return [table] * bool(found["results"]) + [_overlap_layers(found)] * bool(found["layer"])
+
+
+def _overlap_layers(found: dict[str, Any]) -> Table:
+    """Whole MoE layers with overlap, without, and Hugging Face's."""
+    s = found["settings"]
+    experts = f"{s['experts']} experts" if s["experts"] else "8 experts a rank"
+    heading = f"MoE layer: {s['tokens']} tokens a rank, D {s['hidden']}, {experts}, K {s['top_k']}"
+    reasons = {row["skipped"] for row in found["layer"]} - {None}
+    caption = "\n".join(f"Hugging Face's expert parallelism: {reason}" for reason in reasons) or None
+    columns = ("F", "", "compute ms", "comm", "serial", "overlapped", "hf ep", "of serial", "of hf", "hidden")
+    table = _table(heading, *columns, caption=caption)
+    for row in found["layer"]:
+        for phase in ("forward", "backward", "total"):
+            keys = [f"{n}_ms" if phase == "total" else f"{n}_{phase}_ms" for n in _LAYER_PARTS]
+            times = [row.get(key) for key in keys]
+            serial, overlapped, hf = times[2:]
+            gains = [None if other is None else other / overlapped for other in (serial, hf)]
+            hidden = f"{row['hidden']:.2f}" if phase == "total" else ""
+            shown = [_number(time) for time in times] + ["-" if gain is None else f"{gain:.2f}x" for gain in gains]
+            table.add_row(str(row["ffn"]), phase, *shown, hidden)
+    return table
+
+
+_LAYER_PARTS = ("compute", "comm", "serial", "overlapped", "hf_ep")
+
+
+def hierarchical_tables(found: dict[str, Any]) -> list[Table]:
+    """Times and bytes between hosts of each way to move rows."""
+    s = found["settings"]
+    links = ", ".join(f"{rate:.2f}" for rate in found["link_gbit_measured"])
+    heading = (
+        f"{s['hosts']} hosts x {s['ranks_per_host']} ranks, links of {s['link_gbit']:g} Gbit/s (measured {links}), "
+        f"{s['tokens']} tokens a rank, D {s['hidden']}, E {s['experts']}, K {s['top_k']}, float32; {_machine(found)}"
+    )
+    columns = ("forward ms", "backward ms", "total ms", "speedup", "rows MB", "on the links MB")
+    table = _table(heading, "", *columns, caption="MB: sent between hosts by all ranks, forward and backward")
+    for row in found["results"]:
+        times = [_number(row[f"{phase}_ms"]) for phase in ("forward", "backward", "total")]
+        sizes = ("" if row[key] is None else f"{row[key] / 1e6:.1f}" for key in ("counted_bytes", "link_bytes"))
+        table.add_row(row["contestant"], *times, f"{row['speedup']:.2f}x", *sizes)
     return [table]
 
 
@@ -168,4 +212,25 @@ def small_tables(results: list[dict[str, Any]]) -> list[Table]:
                 cells.append(_number(None if found[key] is None else found[key] * 1e3))
             cells.append(_number(found["overhead_us"][phase] if found["overhead_us"] else None))
         table.add_row(str(found["settings"]["tokens"]), *cells)
+    return [table]
+
+
+def tune_tables(found: dict[str, Any]) -> list[Table]:
+    """What was best for each operator and number of rows, and what the cost model says of it."""
+    s, error = found["settings"], found["prediction_error"]
+    one_host = s["hosts"] == 1
+    where = f"{s['ranks_per_host']} ranks" if one_host else f"{s['hosts']} hosts x {s['ranks_per_host']} rank(s)"
+    link = "" if one_host else f", links of {s['link_gbit']:g} Gbit/s"
+    few = "".join(f"\none chunk is best up to {rows} rows: {name}" for name, rows in found["fallback_rows"].items())
+    caption = (
+        f"error of the cost model over all that was tried: {error['median']:.0%} (median), {error['worst']:.0%} (worst)"
+        f"{few}\nstored in {found['stored']}"
+    )
+    heading = f"{where}{link}, {s['sent']} x {s['other']}, {s['dtype']}; {_machine(found)}"
+    columns = ("rows", "1 chunk ms", "best ms", "choice", "predicted ms", "error", "model's choice ms")
+    table = _table(heading, "", *columns, caption=caption)
+    for row in found["results"]:
+        times = [_number(row[key]) for key in ("serial_ms", "best_ms")]
+        told = (row["choice"], _number(row["predicted_ms"]), f"{row['error']:.0%}", _number(row["model_ms"]))
+        table.add_row(f"{row['op']}, {row['direction']}", str(row["rows"]), *times, *told)
     return [table]

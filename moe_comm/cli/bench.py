@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -115,21 +115,65 @@ def bench_overlap(
     hosts: Annotated[int, typer.Option(min=2, max=64, help="Network namespaces to make, each a host.")] = 2,
     ranks_per_host: Annotated[int, typer.Option(min=1, help="Ranks on each.")] = 1,
     link_gbit: Annotated[float, typer.Option(min=0.001, help="Rate of each host's link, Gbit/s.")] = 1.0,
-    rows: Annotated[list[int] | None, typer.Option(min=1, help="Rows of a rank; repeat for more. [2048]")] = None,
+    operator: Annotated[
+        list[str] | None, typer.Option("--op", help="Only this operator; repeat for more. [all four]")
+    ] = None,
+    rows: Annotated[
+        list[int] | None, typer.Option(min=1, help="Rows (tokens) of a rank; repeat for more. [2048]")
+    ] = None,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Rows from 1 to 8192 at ratio 1, and no layer.")] = False,
     width: Annotated[int, typer.Option(min=1, help="Columns of what travels.")] = 512,
     ratio: Annotated[
         list[float] | None, typer.Option(min=0.01, help="Communication over compute; repeat for more. [0.5, 1, 2]")
     ] = None,
-    chunks: Annotated[int, typer.Option(min=1, help="Parts in which a rank's rows travel.")] = 8,
+    chunks: Annotated[str, typer.Option(help="Parts in which a rank's rows travel; or auto.")] = "8",
     deterministic: Annotated[bool, typer.Option(help="Weight gradients with the same bits for any chunks.")] = True,
+    layer: Annotated[bool, typer.Option(help="Measure whole MoE layers too.")] = True,
+    hf: Annotated[bool, typer.Option(help="Hugging Face's expert parallelism beside them.")] = True,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank, of the layer.")] = 2048,
+    hidden: Annotated[int, typer.Option(min=1, help="Width of the layer's rows.")] = 512,
+    ffn: Annotated[
+        list[int] | None, typer.Option(min=1, help="Width of its experts; repeat for more. [one that fits the link]")
+    ] = None,
+    experts: Annotated[int, typer.Option(min=0, help="Experts over all ranks; 0: 8 for each.")] = 0,
+    top_k: TopK = 2,
+    trace: Annotated[str | None, typer.Option(metavar="OUT", help="File for timelines, for Perfetto.")] = None,
+    png: Annotated[str | None, typer.Option(metavar="OUT", help="File for timelines, a picture.")] = None,
+    warmup: Warmup = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds to take the median of.")] = 7,
+    seconds: Annotated[float, typer.Option(min=0, help="More rounds while they fit in so many seconds.")] = 2.0,
+    seed: Seed = 0,
+    json_out: JsonOut = None,
+) -> None:
+    """What the fused operators and MoE layers hide between hosts with a shaped link. Needs root and iproute2."""
+    module = load("moe_comm.bench.overlap", "bench")
+    values: dict[str, Any] = {"hosts": hosts, "ranks_per_host": ranks_per_host, "link_gbit": link_gbit, "width": width}
+    values |= {"chunks": int(chunks) if chunks.isdecimal() else chunks, "deterministic": deterministic}
+    values |= {"layer": layer and not sweep, "peers": hf, "tokens": tokens, "hidden": hidden, "experts": experts}
+    values |= {"top_k": top_k, "warmup": warmup, "rounds": rounds, "seconds": seconds, "seed": seed}
+    if sweep:
+        values |= {"rows": module.SWEEP, "ratios": (1.0,)}
+    lists = (("operators", operator), ("rows", rows), ("ratios", ratio), ("ffn", ffn))
+    values |= {key: tuple(given) for key, given in lists if given}
+    module.main(module.OverlapBench(**values), json_out, trace, png)
+
+
+@bench.command("hierarchical")
+def bench_hierarchical(
+    hosts: Annotated[int, typer.Option(min=2, max=64, help="Network namespaces to make, each a host.")] = 2,
+    ranks_per_host: Annotated[int, typer.Option(min=2, help="Ranks on each.")] = 2,
+    link_gbit: Annotated[float, typer.Option(min=0.001, help="Rate of each host's link, Gbit/s.")] = 1.0,
+    tokens: Tokens = 1024,
+    hidden: Hidden = 1024,
+    experts: Experts = 64,
+    top_k: TopK = 8,
     warmup: Warmup = 2,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds to take the median of.")] = 7,
     seed: Seed = 0,
     json_out: JsonOut = None,
 ) -> None:
-    """What the fused operators hide between hosts with a shaped link. Needs root and iproute2."""
-    module = load("moe_comm.bench.overlap", "bench")
-    values = {"hosts": hosts, "ranks_per_host": ranks_per_host, "link_gbit": link_gbit, "width": width}
-    values |= {"chunks": chunks, "deterministic": deterministic, "warmup": warmup, "rounds": rounds, "seed": seed}
-    several = {key: tuple(given) for key, given in (("rows", rows), ("ratios", ratio)) if given}
-    module.main(module.OverlapBench(**values, **several), json_out)
+    """Dispatch and combine in two levels against plain all-to-all, between hosts with a shaped link. Needs root."""
+    module = load("moe_comm.bench.hierarchical", "bench")
+    values = {"hosts": hosts, "ranks_per_host": ranks_per_host, "link_gbit": link_gbit, "tokens": tokens}
+    values |= {"hidden": hidden, "experts": experts, "top_k": top_k, "warmup": warmup, "rounds": rounds, "seed": seed}
+    module.main(module.HierarchicalBench(**values), json_out)

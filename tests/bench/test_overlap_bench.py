@@ -1,32 +1,220 @@
-"""``bench overlap`` end to end at tiny sizes, between real network namespaces."""
+"""``bench overlap``: end to end between real network namespaces at tiny sizes, and its parts without them."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from moe_comm.bench import overlap
+from moe_comm.bench import overlap, overlap_experts, report
+from moe_comm.bench.case import WrongAnswer
 from moe_comm.bench.hosts import why_not
-from moe_comm.errors import ConfigError
+from moe_comm.bench.overlap_case import DIRECTIONS, OPERATORS, PARTS, Machine, OverlapBench, hidden_of
+from moe_comm.bench.overlap_layer import LayerContest, widths
+from moe_comm.errors import ConfigError, MissingDependency
+from tests.pool import RankPool
 
-TINY = overlap.OverlapBench(rows=(1, 32), width=32, ratios=(1.0,), chunks=2, warmup=0, rounds=1)
+TINY = OverlapBench(
+    rows=(1, 32),
+    width=32,
+    ratios=(1.0,),
+    chunks=2,
+    tokens=40,
+    hidden=32,
+    ffn=(32,),
+    warmup=0,
+    rounds=1,
+    seconds=0,
+)
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts can be made")
-def test_every_operator_is_checked_and_timed_in_both_directions(tmp_path: Path) -> None:
-    returned = overlap.main(TINY, str(tmp_path / "out.json"))
-    assert json.loads((tmp_path / "out.json").read_text())["results"] == returned["results"]
-    operators = [(row["op"], row["direction"]) for row in returned["results"]]
-    both = [(op, d) for op in ("gather_matmul", "matmul_scatter") for d in ("forward", "backward")]
-    assert operators == [one for one in both for _ in TINY.rows]
-    for row in returned["results"]:
-        smaller = min(row["compute_ms"], row["comm_ms"])
-        assert row["hidden"] == pytest.approx((row["serial_ms"] - row["overlapped_ms"]) / smaller)
+def test_operators_and_layer_are_checked_and_timed_between_hosts(tmp_path: Path) -> None:
+    for package in ("perfetto", "matplotlib", "transformers"):
+        pytest.importorskip(package)
+    trace, png = tmp_path / "out.perfetto-trace", tmp_path / "out.png"
+    bench = replace(TINY, rows=(32,))
+    returned = overlap.main(bench, str(tmp_path / "out.json"), str(trace), str(png))
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["results"] == returned["results"]
+    both = [(op, direction) for op in OPERATORS for direction in DIRECTIONS]
+    assert [(row["op"], row["direction"]) for row in found["results"]] == both
+    for row in found["results"]:
+        assert row["hidden"] == pytest.approx(hidden_of(row)["hidden"]) and row["ratio"] == 1
+        assert all(row[f"{part}_ms"] > 0 and row["cpu_ms"][part] > 0 for part in PARTS)
+    assert found["slowest_vs_serial"] == max(row["overlapped_ms"] / row["serial_ms"] for row in found["results"])
+    (layer,) = found["layer"]
+    assert layer["skipped"] is None and layer["ffn"] == 32
+    assert layer["speedup_vs_serial"] == layer["serial_ms"] / layer["overlapped_ms"]
+    assert layer["speedup_vs_hf_ep"] == layer["hf_ep_ms"] / layer["overlapped_ms"]
+    assert png.read_bytes().startswith(b"\x89PNG") and trace.stat().st_size > 1000
 
 
 def test_without_the_means_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_comm.bench.hosts.os.geteuid", lambda: 1000)
-    with pytest.raises(ConfigError, match="root"):
-        overlap.main(TINY)
+    with monkeypatch.context() as patch:
+        patch.setattr("moe_comm.bench.hosts.os.geteuid", lambda: 1000)
+        with pytest.raises(ConfigError, match="root"):
+            overlap.main(TINY)
+    monkeypatch.setattr("moe_comm.bench.timeline_files.util.find_spec", lambda name: None)
+    with pytest.raises(MissingDependency, match=r"perfetto.*moe_comm\[bench\]"):
+        overlap.main(TINY, trace="out.perfetto-trace")
+
+
+# --- the ranks' part, over loopback ---
+
+
+def all_contests(rank: int, world: int, bench: OverlapBench) -> list[tuple[str, list[str]]]:
+    """Each operator and direction, checked, and the parts of it that gave something."""
+    found = []
+    for operator in OPERATORS:
+        for direction in DIRECTIONS:
+            contest = overlap.CONTESTS[operator](direction, bench, 20, 48)
+            contest.check()
+            found.append((contest.name, [name for name, work in contest.parts().items() if work() is not None]))
+    return found
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_every_operator_equals_its_parts_one_after_the_other(pool2: RankPool, deterministic: bool) -> None:
+    found = pool2.run(all_contests, replace(TINY, deterministic=deterministic, experts=6, top_k=3), timeout=60)
+    names = [f"{operator} {direction}" for operator in OPERATORS for direction in DIRECTIONS]
+    assert found[0] == found[1] == [(name, list(PARTS)) for name in names]
+
+
+def crooked(rank: int, world: int, operator: str) -> str:
+    """What is said of an operator whose result is off by the least bit."""
+    contest = overlap.CONTESTS[operator]("forward", TINY, 20, 48)
+    straight = contest.overlapped
+
+    def wrong() -> Tensor:
+        y = straight()
+        assert isinstance(y, Tensor)
+        y[-1, -1] = torch.nextafter(y[-1, -1], torch.tensor(9e9))
+        return y
+
+    contest.overlapped = wrong
+    try:
+        contest.check()
+    except WrongAnswer as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("operator", ["gather_matmul", "matmul_combine"])
+def test_an_operator_with_other_bits_is_not_timed(pool2: RankPool, operator: str) -> None:
+    assert all(operator in said and "differs" in said for said in pool2.run(crooked, operator, timeout=60))
+
+
+def whole_run(rank: int, world: int, bench: OverlapBench) -> Any:
+    return overlap.run((bench, 1e8, True), 1)
+
+
+def test_the_same_results_and_timelines_on_every_rank(pool2: RankPool) -> None:
+    bench = replace(TINY, operators=("dispatch_matmul",), peers=False)
+    (found, steps), (other, same_steps) = pool2.run(whole_run, bench, timeout=60)
+    assert found == other and steps == same_steps
+    titles = {(step.title, step.variant) for step in steps}
+    both = ("serial", "overlapped")
+    assert titles == {(title, v) for title in (*_names("dispatch_matmul"), "MoE layer of width 32") for v in both}
+    assert [row["rows"] for row in found["results"]] == [1, 32, 1, 32]
+    assert found["layer"][0]["skipped"] == "not asked for" and found["layer"][0]["speedup_vs_hf_ep"] is None
+    found |= overlap.slowest(found["results"]) | {"settings": vars(bench), "link_gbit_measured": [1.0]}
+    found["machine"] = {"cpu": "any", "cores": 2, "isa": "none"}
+    assert [table.row_count for table in report.overlap_tables(found)] == [4, 3]
+
+
+def _names(operator: str) -> list[str]:
+    return [f"{operator} {direction}" for direction in DIRECTIONS]
+
+
+def layer_gradients(rank: int, world: int, arg: None) -> tuple[bool, bool]:
+    """Whether the layers of a contest overlap, and whether a layer with another weight is told from the other."""
+    contest = LayerContest(replace(TINY, peers=False), 32)
+    modules: list[Any] = [turn.contestant.module for turn in contest.turns.values()]
+    contest.check()
+    with torch.no_grad():
+        modules[1].experts.w2[0, 0, 0] += 1
+    try:
+        contest.check()
+        told = False
+    except WrongAnswer:
+        told = True
+    dist.barrier()
+    return [module.overlap is not None for module in modules] == [False, True], told
+
+
+def test_the_layers_differ_in_overlap_alone_and_are_compared_in_bits(pool2: RankPool) -> None:
+    assert pool2.run(layer_gradients, None, timeout=60) == [(True, True)] * 2
+
+
+# --- arithmetic ---
+
+
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(48, 8, 2), (16, 4, 4), (64, 16, 1)])
+def test_routing_is_random_but_gives_every_expert_as_many_tokens(tokens: int, experts: int, top_k: int) -> None:
+    ids_TK = overlap_experts.balanced_ids(tokens, experts, top_k, torch.Generator().manual_seed(0))
+    assert ids_TK.shape == (tokens, top_k)
+    assert torch.equal(ids_TK.flatten().bincount(minlength=experts), torch.full((experts,), tokens * top_k // experts))
+    assert all(len(set(row)) == top_k for row in ids_TK.tolist())
+    assert not torch.equal(ids_TK[:experts], ids_TK[experts : 2 * experts])
+
+
+def test_tokens_that_do_not_fill_a_block_are_routed_too() -> None:
+    ids_TK = overlap_experts.balanced_ids(1, 16, 2, torch.Generator().manual_seed(0))
+    assert ids_TK.shape == (1, 2) and int(ids_TK.min()) >= 0 and int(ids_TK.max()) < 16
+
+
+def test_products_of_experts_are_those_of_a_loop() -> None:
+    generator, sizes = torch.Generator().manual_seed(0), (3, 0, 5)
+    rows, grad = (torch.randn(8, width, generator=generator) for width in (16, 32))
+    b_EDG = torch.randn(3, 16, 32, generator=generator)
+    expected = torch.cat([r @ b for r, b in zip(rows.split(sizes), b_EDG, strict=True)])
+    torch.testing.assert_close(overlap_experts.products(rows, sizes, b_EDG), expected)
+    found = overlap_experts.weight_products(grad, rows, sizes, b_EDG.transpose(1, 2).contiguous())
+    expected = torch.stack([g.t() @ r for g, r in zip(grad.split(sizes), rows.split(sizes), strict=True)])
+    torch.testing.assert_close(found, expected)
+
+
+def test_hidden_is_what_was_saved_of_the_smaller_one() -> None:
+    times = {"serial_ms": 30.0, "overlapped_ms": 21.0, "compute_ms": 20.0, "comm_ms": 10.0}
+    assert hidden_of(times | {"wire_ms": 9.0}) == {
+        "hidden": 0.9,
+        "hidden_wire": 1.0,
+        "vs_serial": 0.7,
+        "ratio_measured": 0.5,
+    }
+    rows = [{"op": "a", "direction": "forward", "ratio": 1, "rows": n, "vs_serial": v} for n, v in ((1, 0.9), (2, 1.1))]
+    worst = overlap.slowest(rows)
+    assert worst["slowest_vs_serial"] == 1.1 and worst["slowest_case"]["rows"] == 2
+    assert overlap.slowest([])["slowest_vs_serial"] is None
+
+
+def test_the_width_of_a_layers_experts_follows_from_the_rates() -> None:
+    # 2 ranks: a row is sent by half of them, 4 bytes a column; 64 GFLOP/s over 0.1 GB/s make 640 columns.
+    here = Machine(flops_per_s=64e9, bytes_per_s=0.1e9)
+    assert here.balanced(2) == 640
+    assert widths(replace(TINY, ffn=()), here) == (256,)
+    assert widths(replace(TINY, ffn=(96, 7)), here) == (96, 7)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"operators": ("transpose",)}, "transpose"),
+        ({"operators": (), "layer": False}, "nothing to measure"),
+        ({"rows": ()}, "rows"),
+        ({"ratios": (0.0,)}, "positive"),
+        ({"experts": 5}, "divide"),
+        ({"top_k": 17}, "top_k 17"),
+        ({"chunks": "many"}, "chunks"),
+    ],
+)
+def test_senseless_settings_are_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(TINY, **changed)

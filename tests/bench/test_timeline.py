@@ -1,0 +1,159 @@
+"""Timelines: what is taken down while ranks compute and wait, and the files that show it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_comm.bench.timeline import PRODUCT, ROWS, TRANSFER, WAIT, Span, Step, lanes, record, recording
+from moe_comm.bench.timeline_files import TRACKS, perfetto, picture
+from moe_comm.dispatch.channel import Channel
+from moe_comm.kernels import expert_mm as kernel
+from moe_comm.overlap import matmul_combine
+from tests.pool import RankPool
+
+
+def late_transfer(rank: int, world: int, arg: None) -> Step:
+    """A transfer that cannot end before rank 0 has computed: rank 1 sends its part only then."""
+    group = dist.group.WORLD
+    assert group is not None
+    channel = Channel(group, rank, world, 30)
+    a, out, done = torch.ones(16, 16), torch.empty(16, 16), torch.zeros(1)
+
+    def step() -> None:
+        if rank == 1:
+            dist.recv(done, 0)
+        coming = channel.start_all_gather(a, "rows of a step")
+        matmul_combine.expert_mm(a, a, out)
+        if rank == 0:
+            dist.send(done, 1)
+        coming()
+
+    return record("late transfer", "overlapped", step)
+
+
+@pytest.fixture(scope="module")
+def step(pool2: RankPool) -> Step:
+    """Taken down by two ranks."""
+    first, second = pool2.run(late_transfer, None, timeout=60)
+    assert first == second
+    found: Step = first
+    return found
+
+
+def of_kind(spans: tuple[Span, ...], kind: str) -> Span:
+    (found,) = [span for span in spans if span.kind == kind]
+    return found
+
+
+def test_products_waits_and_transfers_are_spans_of_each_rank(step: Step) -> None:
+    for spans in step.ranks:
+        assert sorted(span.kind for span in spans) == [PRODUCT, TRANSFER, WAIT]
+        product, transfer, wait = (of_kind(spans, kind) for kind in (PRODUCT, TRANSFER, WAIT))
+        assert product.name == "16 x 16 x 16" and transfer.name == wait.name == "rows of a step"
+        assert all(0 <= span.start_ns <= span.end_ns <= step.end_ns for span in spans)
+        assert transfer.start_ns <= product.start_ns and product.end_ns <= wait.start_ns
+
+
+def test_a_transfer_lasts_until_it_has_arrived_and_covers_the_product_meanwhile(step: Step) -> None:
+    product, transfer = (of_kind(step.ranks[0], kind) for kind in (PRODUCT, TRANSFER))
+    assert transfer.start_ns <= product.start_ns <= product.end_ns <= transfer.end_ns
+    # One clock for all ranks: what rank 1 started late could not arrive before.
+    assert of_kind(step.ranks[1], TRANSFER).start_ns <= transfer.end_ns
+
+
+def test_the_library_is_as_it_was_after_recording() -> None:
+    before = (kernel.expert_mm, matmul_combine.expert_mm, Channel._start)
+    a, out = torch.ones(4, 16), torch.empty(4, 16)
+    with recording() as recorder:
+        assert matmul_combine.expert_mm is not before[1] and Channel._start is not before[2]
+        matmul_combine.expert_mm(a, torch.eye(16), out)
+        with pytest.raises(RuntimeError):
+            matmul_combine.expert_mm(a, a, out)
+    assert (kernel.expert_mm, matmul_combine.expert_mm, Channel._start) == before
+    # expert_mm is made of product_into, which is no product of its own.
+    assert [span.kind for span in recorder.spans] == [PRODUCT, PRODUCT] and torch.equal(out, a)
+    with pytest.raises(KeyError), recording():
+        raise KeyError
+    assert (kernel.expert_mm, matmul_combine.expert_mm, Channel._start) == before
+
+
+MADE = (
+    Step("a", "serial", ((Span(TRANSFER, "t", 0, 900), Span(WAIT, "w", 0, 900), Span(PRODUCT, "p", 900, 2000)), ())),
+    Step(
+        "a",
+        "overlapped",
+        (
+            (Span(TRANSFER, "t0", 0, 900), Span(TRANSFER, "t1", 0, 1000), Span(TRANSFER, "t2", 950, 1100)),
+            (Span(ROWS, "lands", 0, 50), Span(WAIT, "w", 0, 40), Span(PRODUCT, "p", 50, 1100)),
+        ),
+    ),
+)
+
+
+def test_spans_that_overlap_are_in_different_lanes() -> None:
+    assert [(lane, span.name) for lane, span in lanes(MADE[1].ranks[0])] == [(0, "t0"), (1, "t1"), (0, "t2")]
+
+
+def slices(data: bytes) -> dict[tuple[str, str], list[tuple[str, int, int]]]:
+    """Name, begin and end of all slices of a trace, by process and track; fails where they do not nest."""
+    pytest.importorskip("perfetto")
+    from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
+
+    trace: Any = Trace()
+    trace.ParseFromString(data)
+    described = {p.track_descriptor.uuid: p.track_descriptor for p in trace.packet if p.HasField("track_descriptor")}
+    opened: dict[int, list[tuple[str, int]]] = defaultdict(list)
+    found = defaultdict(list)
+    for packet in trace.packet:
+        if not packet.HasField("track_event"):
+            continue
+        event = packet.track_event
+        track = described[event.track_uuid]
+        key = described[track.parent_uuid].process.process_name, track.name
+        if event.type == TrackEvent.TYPE_SLICE_BEGIN:
+            opened[event.track_uuid].append((event.name, packet.timestamp))
+        else:
+            name, begun = opened[event.track_uuid].pop()
+            assert begun <= packet.timestamp
+            found[key].append((name, begun, packet.timestamp))
+    assert not any(opened.values())
+    return found
+
+
+def test_a_trace_read_back_has_every_span_on_its_ranks_tracks() -> None:
+    pytest.importorskip("perfetto")
+    found = slices(perfetto(MADE))
+    assert {process for process, _ in found} == {"rank 0", "rank 1"} and {track for _, track in found} == set(TRACKS)
+    second = 2000 + 5_000_000
+    assert sorted(found["rank 0", "network"]) == [
+        ("t", 0, 900),
+        ("t0", second, second + 900),
+        ("t1", second, second + 1000),
+        ("t2", second + 950, second + 1100),
+    ]
+    assert sorted(found["rank 1", "processor"]) == [
+        ("lands", second, second + 50),
+        ("p", second + 50, second + 1100),
+        ("w", second, second + 40),
+    ]
+    assert [name for name, _, _ in found["rank 0", "step"]] == ["a, serial", "a, overlapped"]
+
+
+def test_a_recorded_trace_shows_a_transfer_over_a_product(step: Step) -> None:
+    pytest.importorskip("perfetto")
+    found = slices(perfetto([step]))
+    ((_, begun, arrived),) = found["rank 0", "network"]
+    ((_, start, end),) = [one for one in found["rank 0", "processor"] if one[0] == "16 x 16 x 16"]
+    assert begun <= start <= end <= arrived
+
+
+def test_a_picture_is_drawn_of_any_steps(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture([*MADE, Step("b", "overlapped", ((), ()))], tmp_path / "out.png")
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
