@@ -346,6 +346,44 @@ PYBIND11_MODULE(_C, m) {
       "tokens, repeated; sign -1 turns back. fp32; strides of x in elements, y is dense.");
 
   m.def(
+      "weighted_sum",
+      [](uintptr_t rows, uintptr_t place, uintptr_t weights, uintptr_t y, std::array<int64_t, 3> shape, int dtype,
+         int threads) {
+        py::gil_scoped_release release;
+        const auto [tokens, top_k, hidden] = shape;
+        char* const base[] = {pointer<char>(rows)};
+        const TokenLoop loop{pointer<int64_t>(place), base, top_k, hidden, dtype, false};
+        parallel_for(tokens, 16, threads, [&, hidden = hidden](int64_t first, int64_t last) {
+          kernels().sum(loop, first, last, pointer<char>(y), hidden * dtype_bytes(dtype), pointer<float>(weights));
+        });
+      },
+      py::arg("rows"), py::arg("place"), py::arg("weights"), py::arg("y"), py::arg("shape"), py::arg("dtype"),
+      py::arg("threads"),
+      "y [T, D] = sum over k of weights [T, K] times the row at place [T, K]; -1 is no row; weights may be 0. shape: T, "
+      "K, D.");
+  m.def(
+      "scale_rows",
+      [](uintptr_t rows, uintptr_t weights, uintptr_t with, uintptr_t dots, std::array<int64_t, 2> shape, int dtype,
+         int threads) {
+        py::gil_scoped_release release;
+        const auto [count, hidden] = shape;
+        const int64_t stride = hidden * dtype_bytes(dtype);
+        parallel_for(count, 16, threads, [&, hidden = hidden](int64_t first, int64_t last) {
+          const int64_t place = 0;
+          for (int64_t r = first; r < last; ++r) {
+            char* const own[] = {pointer<char>(rows) + r * stride};
+            char* const other[] = {with ? pointer<char>(with) + r * stride : nullptr};
+            const TokenLoop loop{&place, with ? other : nullptr, 1, hidden, dtype, false};
+            kernels().spread(loop, 0, 1, own[0], stride, pointer<float>(weights) + r, own,
+                             with ? pointer<float>(dots) + r : nullptr);
+          }
+        });
+      },
+      py::arg("rows"), py::arg("weights"), py::arg("partner"), py::arg("dots"), py::arg("shape"), py::arg("dtype"),
+      py::arg("threads"),
+      "rows [R, D] times weights [R], in place; dots [R] of the rows before that and the rows `partner`, which may be 0.");
+
+  m.def(
       "bare_gather",
       [](uintptr_t src, uintptr_t index, uintptr_t dst, int64_t count, int64_t row_bytes, int threads) {
         py::gil_scoped_release release;

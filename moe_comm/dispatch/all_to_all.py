@@ -34,6 +34,7 @@ from moe_comm.dispatch.group_scales import Groups, decode_groups, encode_groups
 from moe_comm.dispatch.handshake import Counts, Handshake, Words, describe, digest, meet
 from moe_comm.dispatch.header import Header
 from moe_comm.dispatch.payload import Payload, pack, unpack
+from moe_comm.dispatch.sums import scale_, weighted_sum
 from moe_comm.errors import RoutingError
 from moe_comm.runtime.memory import take
 from moe_comm.topology import ExpertPlacement
@@ -116,7 +117,7 @@ class AllToAllDispatcher(Dispatcher):
         self.agree_again(header, rows_RD.device)
         payload = self.options.payloads.of(header.op)
         rows_SD = self._rows_back(rows_RD, payload, layout.state, describe(header))
-        return plain.weighted_sum(rows_SD, layout.state.place_TK, weights_TK)
+        return weighted_sum(rows_SD, layout.state.place_TK, weights_TK)
 
     def _spread(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, layout: Layout, header: Header
@@ -132,13 +133,13 @@ class AllToAllDispatcher(Dispatcher):
         # A quantised gradient is rounded before it is scaled, whether or not the weights need a gradient.
         grad_RD = self._rows_out(grad_TD, token_S, payload, routes, doing)
         weights_R = self._out(weights_S, routes, doing)
-        dots_TK = None if rows_RD is None else self._dots(grad_RD, rows_RD, layout, doing)
-        return plain.scale(grad_RD, weights_R), dots_TK
+        dots_R = scale_(grad_RD, weights_R, rows_RD)
+        return grad_RD, None if dots_R is None else self._dots(dots_R, layout, doing)
 
-    def _dots(self, grad_RD: Tensor, rows_RD: Tensor, layout: Layout, doing: str) -> Tensor:
-        """[T, K] dot products of rows and gradients, taken here and sent to their tokens."""
+    def _dots(self, dots_R: Tensor, layout: Layout, doing: str) -> Tensor:
+        """[T, K] dot products of rows and gradients, sent to their tokens."""
         routes: Routes = layout.state
-        dots_S = self._back(plain.lane_dot(grad_RD, rows_RD), routes, doing)
+        dots_S = self._back(dots_R, routes, doing)
         dots = dots_S.new_zeros(layout.num_tokens * layout.top_k)
         dots[routes.slot_S] = dots_S
         return dots.view(layout.num_tokens, layout.top_k)

@@ -35,7 +35,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm.dispatch import plain
 from moe_comm.dispatch.base import Dispatcher, DispatchOptions, Layout
 from moe_comm.dispatch.channel import Channel
 from moe_comm.dispatch.group_scales import Groups, decode_groups, encode_groups
@@ -54,6 +53,7 @@ from moe_comm.dispatch.relay_routes import (
     units,
     way_back,
 )
+from moe_comm.dispatch.sums import weighted_sum
 from moe_comm.errors import ConfigError, PeerError, RoutingError
 from moe_comm.runtime.memory import take
 from moe_comm.runtime.shared import host_word, native_is_built
@@ -181,7 +181,7 @@ class HierarchicalDispatcher(Dispatcher):
                 self._as_arrived(rows_RD, relay), weights_UK, relay.inside, self._inner(header, relay)
             )
         rows_XD = self._carry(rows_UD, None, relayed.rows_H, leaving.rows_H, header)()
-        return plain.weighted_sum(rows_XD, leaving.place_TX, weights_TK)
+        return weighted_sum(rows_XD, leaving.place_TX, weights_TK)
 
     def _spread(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, layout: Layout, header: Header

@@ -18,7 +18,7 @@ Sums over ranks are added in order of rank, in fp32, and rounded once, as the co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, get_args
@@ -53,8 +53,8 @@ class Overlap:
         tries them while it runs, and keeps the fastest (``overlap.degree``); other layers do as with "auto".
     chunk_bytes: no smaller parts than this, and so fewer: each costs a round trip, which must be short beside it. Not
         for "auto", which knows what a round trip costs.
-    deterministic: weight gradients are one product over all rows, the same bits for every number of chunks, and wait
-        for the last of them. False: they are added up as rows arrive, which hides more.
+    deterministic: weight gradients have the same bits for every number of chunks: they are one product over all rows,
+        or one for each rank, and wait for the last of these. False: they are added up as rows arrive, which hides more.
 
     Raises:
         ConfigError: chunks is neither a whole number of at least 1 nor "auto" or "adaptive".
@@ -194,17 +194,30 @@ def scattered_mm(lines: Lines, x_WSK: Tensor, b_KN: Tensor) -> Callable[[], Tens
     return finish
 
 
+RANK_BY_RANK = 1024
+"""Rows of a rank from which a deterministic weight gradient is a product for each rank, added up in the order of the
+ring: the one of the own rows fills the wait for the others. With fewer it is one product, which costs less."""
+
+
 class WeightGradient:
     """grad.T @ x over the rows of all ranks, one of which this rank has, while the other's rows arrive.
 
     Args:
         known_WSA: the one that is here. width: of the one that arrives.
-        known_is_grad: whether the known one is the gradient.
+        known_is_grad: whether the known one is the gradient. order: of the ranks, in which they are added up.
     """
 
-    def __init__(self, known_WSA: Tensor, width: int, known_is_grad: bool, deterministic: bool) -> None:
+    def __init__(
+        self, order: Sequence[int], known_WSA: Tensor, width: int, known_is_grad: bool, deterministic: bool
+    ) -> None:
         self._known_WSA, self._width = known_WSA, width
         self._known_is_grad, self._deterministic = known_is_grad, deterministic
+        rows = known_WSA.shape[1]
+        # 16 bits would be rounded once more for every rank.
+        wide = known_WSA.element_size() >= 4
+        self._by_rank = deterministic and wide and rows >= RANK_BY_RANK
+        self._missing = dict.fromkeys(order, rows)
+        self._parts: dict[int, Tensor] = {}
         self._arrived_WSB: Tensor | None = None
         self._sum_ND: Tensor | None = None
 
@@ -217,12 +230,28 @@ class WeightGradient:
             else:
                 with without_autocast(self._known_WSA):
                     self._sum_ND.addmm_(*factors)
-        elif arrival.whole(self._known_WSA.shape[0]):
+            return
+        if arrival.whole(self._known_WSA.shape[0]):
             self._arrived_WSB = arrival.rows
         else:
             if self._arrived_WSB is None:
                 self._arrived_WSB = arrival.rows.new_empty(*self._known_WSA.shape[:2], self._width)
             arrival.of(self._arrived_WSB).copy_(arrival.rows[0])
+        if self._by_rank:
+            for rank in range(self._known_WSA.shape[0])[arrival.ranks]:
+                self._count(rank, arrival.end - arrival.first)
+
+    def _count(self, rank: int, rows: int) -> None:
+        """So many rows of ``rank`` more are here; with the last of them, add up what is there in the ring's order."""
+        assert self._arrived_WSB is not None
+        self._missing[rank] -= rows
+        if not self._missing[rank]:
+            self._parts[rank] = exact_mm(*self._factors(self._known_WSA[rank], self._arrived_WSB[rank]))
+        while (first := next(iter(self._missing), None)) in self._parts:
+            assert first is not None
+            del self._missing[first]
+            part_ND = self._parts.pop(first)
+            self._sum_ND = part_ND if self._sum_ND is None else self._sum_ND.add_(part_ND)
 
     def result(self) -> Tensor:
         """[N, D], after all rows."""

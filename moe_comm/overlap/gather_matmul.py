@@ -95,7 +95,7 @@ class _GatherMatmul(torch.autograd.Function):
             finish = way.scattered_mm(grad_WSN, w_ND) if needs_x else None
             grad_w = None
             if arrivals is not None:
-                weight = WeightGradient(grad_WSN, columns, True, ctx.overlap.deterministic)
+                weight = WeightGradient(lines.ring.arrivals, grad_WSN, columns, True, ctx.overlap.deterministic)
                 for arrival in arrivals:
                     weight.add(arrival)
                 grad_w = weight.result()

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe_comm.dispatch import plain
 from moe_comm.dispatch.base import Layout
 from moe_comm.dispatch.channel import Coming
 from moe_comm.dispatch.handshake import describe
+from moe_comm.dispatch.sums import scale_
 from moe_comm.errors import InputError
 from moe_comm.kernels.expert_mm import align, expert_mm
 from moe_comm.kernels.wanted import wanted_gradients
@@ -133,11 +133,12 @@ class Gradients(Outward):
         if self._weights_R is None:
             self._weights_R = self._scales()
         grad = self.rows_RD[piece.rows]
-        if results_RD is not None:
+        dots = scale_(grad, self._weights_R[piece.rows], None if results_RD is None else results_RD[piece.rows])
+        if dots is not None:
             if self._dots_R is None:
-                self._dots_R = self._weights_R.new_empty(results_RD.shape[0])
-            self._dots_R[piece.rows] = plain.lane_dot(grad, results_RD[piece.rows])
-        return grad.copy_(plain.scale(grad, self._weights_R[piece.rows]))
+                self._dots_R = dots.new_empty(self.rows_RD.shape[0])
+            self._dots_R[piece.rows] = dots
+        return grad
 
     def start_dots(self, results_RD: Tensor | None) -> Coming | None:
         """Begin to send the gradient of the routing weights home, [T, K] there; None if it is not wanted."""

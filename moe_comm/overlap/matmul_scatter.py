@@ -93,7 +93,11 @@ class _MatmulScatter(torch.autograd.Function):
         x_WSK = x_TK.unflatten(0, (lines.ring.world, -1))
 
         def compute(way: Way) -> tuple[Tensor | None, Tensor | None]:
-            weight = WeightGradient(x_WSK, w_NK.shape[0], False, ctx.overlap.deterministic) if needs_w else None
+            weight = (
+                WeightGradient(lines.ring.arrivals, x_WSK, w_NK.shape[0], False, ctx.overlap.deterministic)
+                if needs_w
+                else None
+            )
             arrivals = way.start_gather(grad_SN)
             grad_x = None
             if needs_x:

@@ -18,13 +18,13 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from moe_comm.dispatch import plain
 from moe_comm.dispatch.all_to_all import AllToAllDispatcher, Routes
 from moe_comm.dispatch.base import Dispatcher, Layout
 from moe_comm.dispatch.channel import Coming
 from moe_comm.dispatch.handshake import describe
 from moe_comm.dispatch.header import Header
 from moe_comm.dispatch.payload import bytes_per_row, pack, unpack
+from moe_comm.dispatch.sums import weighted_sum
 from moe_comm.errors import MoeCommError
 from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.cost import Work
@@ -172,7 +172,7 @@ class Homeward:
         rows_SD[crossing.own_slots] = self._unpacked(pack(take(rows_RD, crossing.own_R), self._payload))
         for chunk, coming in zip(crossing.chunks, self._coming, strict=True):
             rows_SD[chunk.leaving_S] = self._unpacked(coming())
-        return plain.weighted_sum(rows_SD, routes.place_TK, weights_TK)
+        return weighted_sum(rows_SD, routes.place_TK, weights_TK)
 
     def _unpacked(self, moved_SX: Tensor) -> Tensor:
         return unpack(moved_SX, self._payload, self._rows_RD.shape[1], self._rows_RD.dtype)

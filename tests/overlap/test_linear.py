@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_comm.dispatch.channels import CollectiveOptions, configure_collectives
 from moe_comm.errors import ConfigError, InputError, PeerDied, RankMismatch
-from moe_comm.overlap.chunked import Overlap
+from moe_comm.overlap.chunked import RANK_BY_RANK, Overlap
 from moe_comm.overlap.gather_matmul import gather_matmul
 from moe_comm.overlap.gather_matmul import reference as gather_reference
 from moe_comm.overlap.matmul_scatter import matmul_scatter
@@ -25,7 +25,7 @@ OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "gather_matmul": (gather_matmul, gather_reference),
     "matmul_scatter": (matmul_scatter, scatter_reference),
 }
-SHAPES = [(64, 32, 48), (37, 24, 7), (5, 3, 2), (1, 16, 16), (0, 4, 3)]
+SHAPES = [(64, 32, 48), (37, 24, 7), (5, 3, 2), (1, 16, 16), (0, 4, 3), (RANK_BY_RANK, 8, 4)]
 """(rows of a rank, inner width, outputs)"""
 BOTH = (CollectiveOptions(), CollectiveOptions(shared_memory=False, checked=True))
 

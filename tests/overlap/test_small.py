@@ -123,7 +123,8 @@ def test_one_many_and_auto_have_the_same_bits(
 def _keeps(rank: int, world: int, arg: Any) -> None:
     known, arrived = draw(world, 6, 4), draw(world, 6, 3)
     for deterministic in (True, False):
-        whole = chunked.WeightGradient(known, 3, True, deterministic)
+        order = chunked.ring_of(rank, world).arrivals
+        whole = chunked.WeightGradient(order, known, 3, True, deterministic)
         whole.add(chunked.Arrival(slice(None), 0, 6, arrived))
         if deterministic:
             assert whole._arrived_WSB is arrived

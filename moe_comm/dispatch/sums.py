@@ -1,0 +1,60 @@
+"""The sums of ``plain`` in one pass over memory, by the native core where it takes the tensors: the same bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_comm.dispatch import plain
+from moe_comm.kernels.native import core, on_host
+from moe_comm.runtime.memory import warm_rows
+from moe_comm.runtime.shared import DTYPE_CODES
+
+
+def weighted_sum(rows_RD: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
+    """``plain.weighted_sum``."""
+    native = rows_RD.numel() and place_TK.numel() and rows_RD.dtype in DTYPE_CODES and rows_RD.is_contiguous()
+    if not native or not on_host(rows_RD, place_TK):
+        return plain.weighted_sum(rows_RD, place_TK, weights_TK)
+    (tokens, top_k), hidden = place_TK.shape, rows_RD.shape[1]
+    place_TK = place_TK.contiguous()
+    weights = None if weights_TK is None else weights_TK.to(torch.float32).contiguous()
+    y_TD = warm_rows(tokens, hidden, rows_RD.dtype, rows_RD.device)
+    core().weighted_sum(
+        rows_RD.data_ptr(),
+        place_TK.data_ptr(),
+        0 if weights is None else weights.data_ptr(),
+        y_TD.data_ptr(),
+        (tokens, top_k, hidden),
+        DTYPE_CODES[rows_RD.dtype],
+        torch.get_num_threads(),
+    )
+    return y_TD
+
+
+def scale_(rows_RD: Tensor, weights_R: Tensor, partner_RD: Tensor | None = None) -> Tensor | None:
+    """Multiply rows by their weights, in place, as ``plain.scale`` does.
+
+    Args:
+        rows_RD: [R, D], dense. weights_R: [R] wide. partner_RD: like ``rows_RD``.
+
+    Returns:
+        [R] ``plain.lane_dot`` of the rows, before, and ``partner_RD``; None without it.
+    """
+    inputs = (rows_RD, weights_R) if partner_RD is None else (rows_RD, weights_R, partner_RD)
+    dense = all(x.is_contiguous() for x in inputs) and rows_RD.dtype in DTYPE_CODES and rows_RD.numel()
+    if not dense or weights_R.dtype != torch.float32 or not on_host(*inputs):
+        dots_R = None if partner_RD is None else plain.lane_dot(rows_RD, partner_RD)
+        rows_RD.copy_(plain.scale(rows_RD, weights_R))
+        return dots_R
+    dots_R = None if partner_RD is None else weights_R.new_empty(rows_RD.shape[0])
+    core().scale_rows(
+        rows_RD.data_ptr(),
+        weights_R.data_ptr(),
+        0 if partner_RD is None else partner_RD.data_ptr(),
+        0 if dots_R is None else dots_R.data_ptr(),
+        tuple(rows_RD.shape),
+        DTYPE_CODES[rows_RD.dtype],
+        torch.get_num_threads(),
+    )
+    return dots_R

@@ -1,0 +1,44 @@
+"""The native forms of sums and products of rows have the bits of plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_comm.dispatch import plain, sums
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def _draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("hidden", [1, 7, 32, 100])
+def test_a_weighted_sum_is_that_of_plain_torch(dtype: torch.dtype, hidden: int) -> None:
+    rows = _draw(50, hidden, dtype=dtype)
+    place = torch.randint(-1, 50, (33, 3), generator=torch.Generator().manual_seed(hidden))
+    weights = _draw(33, 3, dtype=plain.wide_dtype(dtype))
+    for given in (weights, None, weights.T.contiguous().T):
+        assert torch.equal(sums.weighted_sum(rows, place, given), plain.weighted_sum(rows, place, given))
+    for rows, place in ((rows[:0], place.fill_(-1)), (rows, place[:0]), (rows.T.contiguous().T, place)):
+        kept = weights[: place.shape[0]]
+        assert torch.equal(sums.weighted_sum(rows, place, kept), plain.weighted_sum(rows, place, kept))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("hidden", [1, 7, 32, 100])
+def test_rows_are_scaled_in_place_and_multiplied_before(dtype: torch.dtype, hidden: int) -> None:
+    rows, partner = _draw(40, hidden, dtype=dtype), _draw(40, hidden + 40, dtype=dtype)[:, :hidden]
+    weights = _draw(40, dtype=plain.wide_dtype(dtype))
+    for other in (partner.contiguous(), partner, None):
+        mine = rows.clone()
+        dots = sums.scale_(mine, weights, other)
+        assert torch.equal(mine, plain.scale(rows, weights))
+        if other is None:
+            assert dots is None
+        else:
+            assert dots is not None
+            assert torch.equal(dots, plain.lane_dot(rows, other))
+    assert sums.scale_(rows[:0], weights[:0], None) is None
