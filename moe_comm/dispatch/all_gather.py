@@ -32,6 +32,7 @@ from moe_comm.dispatch.group_scales import GROUP, Groups, decode_groups, encode_
 from moe_comm.dispatch.handshake import describe
 from moe_comm.dispatch.header import Header
 from moe_comm.dispatch.payload import Payload, pack, unpack
+from moe_comm.dispatch.sums import scale_
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,9 @@ class AllGatherDispatcher(AllToAllDispatcher):
         routes: GatheredRoutes = layout.state
         weights_R = self._weights(weights_TK, routes, doing)
         grad_PD = self._rows_everywhere(grad_TD, routes.tokens_W, self.options.payloads.of(header.op), doing)
-        grad_RD = grad_PD[routes.gathered_R // layout.top_k]
-        grad_TK = None if rows_RD is None else self._dots(grad_RD, rows_RD, layout, doing)
-        return plain.scale(grad_RD, weights_R), grad_TK
+        grad_RD = take(grad_PD, routes.gathered_R // layout.top_k)
+        dots_R = scale_(grad_RD, weights_R, rows_RD)
+        return grad_RD, None if dots_R is None else self._dots(dots_R, layout, doing)
 
     def _weights(self, weights_TK: Tensor, routes: GatheredRoutes, doing: str) -> Tensor:
         """[R] the weight of each row here."""

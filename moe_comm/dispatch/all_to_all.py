@@ -107,11 +107,15 @@ class AllToAllDispatcher(Dispatcher):
         if self.options.checked:
             self._handshake.exchange(header, None, device)
 
-    def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, Layout]:
-        layout = self.agree(x_TD, ids_TK, header)
+    def send(self, x_TD: Tensor, layout: Layout, header: Header) -> Tensor:
+        """[R, D] the rows of this rank's experts, moved as ``agree`` has laid them out; without autograd."""
         routes: Routes = layout.state
         payload = self.options.payloads.of(header.op)
-        return self._rows_out(x_TD, routes.slot_S // layout.top_k, payload, routes, describe(header)), layout
+        return self._rows_out(x_TD, routes.slot_S // layout.top_k, payload, routes, describe(header))
+
+    def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, Layout]:
+        layout = self.agree(x_TD, ids_TK, header)
+        return self.send(x_TD, layout, header), layout
 
     def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, layout: Layout, header: Header) -> Tensor:
         self.agree_again(header, rows_RD.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -31,14 +32,15 @@ def _carried(dispatcher: Dispatcher, rows_RD: Tensor, header: Header) -> Tensor:
     return rounded_in_groups(rows_RD, payload) if payload.scales == "group" else rounded(rows_RD, payload)
 
 
+Send = Callable[[Tensor], tuple[Tensor, Layout]]
+"""Tokens to the rows of this rank's experts, without autograd."""
+
+
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x_TD: Tensor, ids_TK: Tensor, dispatcher: Dispatcher, label: str, out: list[Layout]
-    ) -> Tensor:
-        header = out.pop()
+    def forward(ctx: Any, x_TD: Tensor, dispatcher: Dispatcher, send: Send, out: list[Layout]) -> Tensor:
         with _moving(dispatcher):
-            rows_RD, layout = dispatcher._send(_carried(dispatcher, x_TD, header), ids_TK, header)  # type: ignore[arg-type]
+            rows_RD, layout = send(x_TD)
         out.append(layout)
         ctx.dispatcher, ctx.layout = dispatcher, layout
         return rows_RD
@@ -49,7 +51,7 @@ class _Dispatch(torch.autograd.Function):
         header = ctx.dispatcher.header("dispatch backward", ctx.layout, False)
         grad_RD = _carried(ctx.dispatcher, grad_RD, header)
         with _moving(ctx.dispatcher):
-            return ctx.dispatcher._sum(grad_RD, None, ctx.layout, header), None, None, None, None
+            return ctx.dispatcher._sum(grad_RD, None, ctx.layout, header), None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -82,12 +84,16 @@ class _Combine(torch.autograd.Function):
 def dispatch(dispatcher: Dispatcher, x_TD: Tensor, ids_TK: Tensor, label: str) -> Dispatched:
     """Differentiable dispatch; see ``Dispatcher.dispatch``."""
     header = dispatcher.dispatch_header(x_TD, ids_TK, label)
-    if not header.requires_grad:
-        x_TD = _carried(dispatcher, x_TD.detach(), header)
+    return dispatch_by(dispatcher, x_TD, lambda x: dispatcher._send(_carried(dispatcher, x, header), ids_TK, header))
+
+
+def dispatch_by(dispatcher: Dispatcher, x_TD: Tensor, send: Send) -> Dispatched:
+    """Differentiable dispatch by a primitive of the backend, which takes rows in the payload that it moves."""
+    if not (torch.is_grad_enabled() and x_TD.requires_grad):
         with _moving(dispatcher):
-            return Dispatched(*dispatcher._send(x_TD, ids_TK, header))
-    out: list[Any] = [header]
-    rows_RD = _Dispatch.apply(x_TD, ids_TK, dispatcher, label, out)
+            return Dispatched(*send(x_TD.detach()))
+    out: list[Layout] = []
+    rows_RD = _Dispatch.apply(x_TD, dispatcher, send, out)
     return Dispatched(rows_RD, out[0])
 
 

@@ -63,10 +63,13 @@ def begin_flight(
     width: int,
     label: str,
 ) -> Flight:
-    """Send rows to their experts of ``width`` F: in flight if asked to overlap, and if the dispatcher can; else at
-    once."""
+    """Send rows to their experts of ``width`` F: in flight if asked to overlap, if the dispatcher can, and if there are
+    enough of them that it pays; else at once."""
     if overlap is not None and isinstance(dispatcher, AllToAllDispatcher) and overlaps(dispatcher):
-        return ExpertFlight.begin(dispatcher, x_TD, ids_TK, weights_TK, overlap, width=width, label=label)
+        passage = ExpertFlight.agree(dispatcher, x_TD, ids_TK, weights_TK, overlap, width=width, label=label)
+        if passage.small:
+            return SerialFlight(dispatcher, passage.dispatch_at_once(x_TD), weights_TK)
+        return ExpertFlight.over(passage, x_TD, weights_TK)
     return SerialFlight(dispatcher, dispatcher.dispatch(x_TD, ids_TK, label=label), weights_TK)
 
 

@@ -17,12 +17,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_comm.dispatch.all_to_all import AllToAllDispatcher
-from moe_comm.dispatch.header import Header
 from moe_comm.kernels.expert_mm import align, expert_mm
 from moe_comm.kernels.wanted import wanted_gradients
 from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.crossing import Piece
-from moe_comm.overlap.expert_products import ExpertGradients, grouped_mm, weights_fault
+from moe_comm.overlap.expert_products import ExpertGradients, grouped_linear, grouped_mm, weights_fault
 from moe_comm.overlap.passage import Homeward, Outward, Passage, follow, lead
 from moe_comm.runtime.memory import warm_rows
 
@@ -41,7 +40,8 @@ def dispatch_matmul(
     Args:
         x_TD: [T, D] as ``Dispatcher.dispatch`` takes it. ids_TK: [T, K] global expert ids; -1 drops the slot.
         w_EGD: [E, G, D] of this rank's experts, of the same dtype.
-        overlap: chunks; the result has the same bits for every number of them, and so have the gradients.
+        overlap: chunks; the result has the same bits for every number of them, and so have the gradients. One chunk is
+            one step after the other.
         label: name of the layer, for error messages.
 
     Returns:
@@ -54,8 +54,11 @@ def dispatch_matmul(
     """
     if (fault := weights_fault(dispatcher, w_EGD, x_TD, "dispatch_matmul")) is not None:
         dispatcher.refuse(fault, x_TD, label=label)
-    passage, header = Passage.open(dispatcher, x_TD, ids_TK, overlap or Overlap(), w_EGD.shape[1], label)
-    return _DispatchMatmul.apply(x_TD, w_EGD, passage, header), passage
+    passage = Passage.open(dispatcher, x_TD, ids_TK, overlap or Overlap(), w_EGD.shape[1], label)
+    if passage.chunks == 1:
+        rows_RD = passage.dispatch_at_once(x_TD).rows_RD
+        return grouped_linear(rows_RD, passage.layout.rows_per_expert, w_EGD), passage
+    return _DispatchMatmul.apply(x_TD, w_EGD, passage), passage
 
 
 def reference(
@@ -68,9 +71,9 @@ def reference(
 
 class _DispatchMatmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, w_EGD: Tensor, passage: Passage, header: Header) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, w_EGD: Tensor, passage: Passage) -> Tensor:
         rows = partial(warm_rows, dtype=x_TD.dtype, device=x_TD.device)
-        outward = Outward(passage, x_TD, header, lambda num: rows(num, x_TD.shape[1]))
+        outward = Outward(passage, x_TD, passage.opening, lambda num: rows(num, x_TD.shape[1]))
         h_RG = rows(passage.layout.num_rows, w_EGD.shape[1])
         aligned, aligned_w = align(outward.rows_RD), align(w_EGD)
 
@@ -102,8 +105,5 @@ class _DispatchMatmul(torch.autograd.Function):
             lead(passage.crossing, compute, homeward.start)
         grad_w = None
         if needs_w:
-            weight = ExpertGradients(passage.layout, grad_RG, rows_RD, w_EGD)
-            for piece in passage.crossing.experts:
-                weight.computed(piece)
-            grad_w = weight.result()
-        return None if homeward is None else homeward.summed(None), grad_w, None, None
+            grad_w = ExpertGradients(passage.layout.rows_per_expert, grad_RG, rows_RD, w_EGD).at_once()
+        return None if homeward is None else homeward.summed(None), grad_w, None

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from moe_comm.dispatch.base import Dispatcher, Layout
+from moe_comm.dispatch.base import Dispatcher
 from moe_comm.errors import InputError
 from moe_comm.kernels.expert_mm import align, expert_mm, product_into
+from moe_comm.kernels.wanted import wanted_gradients
 from moe_comm.overlap.crossing import Piece
 from moe_comm.runtime.memory import warm_like
 
@@ -35,6 +39,29 @@ def grouped_mm(rows_RD: Tensor, rows_per_expert: tuple[int, ...], w_EGD: Tensor)
     return h_RG
 
 
+def grouped_linear(rows_RD: Tensor, rows_per_expert: tuple[int, ...], w_EGD: Tensor) -> Tensor:
+    """``grouped_mm``, differentiable once."""
+    return _GroupedLinear.apply(rows_RD, w_EGD, rows_per_expert)  # type: ignore[no-any-return]
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, w_EGD: Tensor, rows_per_expert: tuple[int, ...]) -> Tensor:
+        ctx.save_for_backward(rows_RD, w_EGD)
+        ctx.rows_per_expert = rows_per_expert
+        return grouped_mm(rows_RD, rows_per_expert, w_EGD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RG: Tensor) -> tuple[Tensor | None, ...]:
+        rows_RD, w_EGD = ctx.saved_tensors
+        needs_rows, needs_w, _ = wanted_gradients(ctx)
+        grad_RG, sizes = grad_RG.contiguous(), ctx.rows_per_expert
+        grad_rows = grouped_mm(grad_RG, sizes, w_EGD.transpose(1, 2)) if needs_rows else None
+        grad_w = ExpertGradients(sizes, grad_RG, rows_RD, w_EGD).at_once() if needs_w else None
+        return grad_rows, grad_w, None
+
+
 class ExpertGradients:
     """grad.T @ rows of every expert: one product each, once all its rows are there; the same bits for any pieces.
 
@@ -42,11 +69,10 @@ class ExpertGradients:
         grad_RG, rows_RD: filled piece by piece. like_EGD: the weights.
     """
 
-    def __init__(self, layout: Layout, grad_RG: Tensor, rows_RD: Tensor, like_EGD: Tensor) -> None:
-        self._grads = grad_RG.split(layout.rows_per_expert)
-        self._rows = rows_RD.split(layout.rows_per_expert)
+    def __init__(self, rows_per_expert: tuple[int, ...], grad_RG: Tensor, rows_RD: Tensor, like_EGD: Tensor) -> None:
+        self._grads, self._rows = grad_RG.split(rows_per_expert), rows_RD.split(rows_per_expert)
         self._found = warm_like(like_EGD)
-        self._left = list(layout.rows_per_expert)
+        self._left = list(rows_per_expert)
         self._due = deque(expert for expert, rows in enumerate(self._left) if not rows)
 
     def computed(self, piece: Piece) -> None:
@@ -66,6 +92,11 @@ class ExpertGradients:
         else:
             into.zero_()  # not None: an optimizer or a reduction over ranks treats the expert like any other
         return True
+
+    def at_once(self) -> Tensor:
+        """``result``, where all pieces were there from the beginning."""
+        self._due = deque(range(len(self._left)))
+        return self.result()
 
     def result(self) -> Tensor:
         """[E, G, D], after all pieces."""

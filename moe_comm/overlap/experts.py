@@ -30,7 +30,6 @@ from torch.autograd.function import once_differentiable
 from moe_comm.dispatch.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.base import Layout
 from moe_comm.dispatch.channel import Coming
-from moe_comm.dispatch.header import Header
 from moe_comm.errors import InputError
 from moe_comm.kernels.activations import Activation
 from moe_comm.kernels.expert_mm import align, expert_mm
@@ -112,14 +111,33 @@ class ExpertFlight:
             InputError, RoutingError, RankMismatch: on every rank, before rows move.
             PeerDied, PeerTimeout: a rank is gone, or did not call in time.
         """
+        passage = cls.agree(dispatcher, x_TD, ids_TK, weights_TK, overlap or Overlap(), width=width, label=label)
+        return cls.over(passage, x_TD, weights_TK)
+
+    @staticmethod
+    def agree(
+        dispatcher: AllToAllDispatcher,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        overlap: Overlap,
+        *,
+        width: int,
+        label: str,
+    ) -> Passage:
+        """The first half of ``begin``: nothing has left yet."""
         if weights_TK.shape != ids_TK.shape:
             fault = InputError(f"weights must be {tuple(ids_TK.shape)} like the ids; got {tuple(weights_TK.shape)}")
             dispatcher.refuse(fault, x_TD, label=label)
-        passage, header = Passage.open(dispatcher, x_TD, ids_TK, overlap or Overlap(), PRODUCTS * width // 2, label)
+        return Passage.open(dispatcher, x_TD, ids_TK, overlap, PRODUCTS * width // 2, label)
+
+    @classmethod
+    def over(cls, passage: Passage, x_TD: Tensor, weights_TK: Tensor) -> ExpertFlight:
+        """The second half."""
         wide_TK = weights_TK.detach().to(passage.wide)
         needs_dots = torch.is_grad_enabled() and weights_TK.requires_grad
         state = _State(passage, wide_TK, weights_TK.dtype, needs_dots)
-        return cls(state, _Begin.apply(x_TD, weights_TK, state, header))
+        return cls(state, _Begin.apply(x_TD, weights_TK, state))
 
     @property
     def layout(self) -> Layout:
@@ -167,9 +185,9 @@ class _Call:
 
 class _Begin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, state: _State, header: Header) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, state: _State) -> Tensor:
         width = x_TD.shape[1]
-        state.outward = Outward(state.passage, x_TD, header, _rows_like(x_TD, width))
+        state.outward = Outward(state.passage, x_TD, state.passage.opening, _rows_like(x_TD, width))
         ctx.state = state
         return x_TD.new_empty(0)
 
@@ -181,7 +199,7 @@ class _Begin(torch.autograd.Function):
         assert homeward is not None
         state.homeward = state.dots = None
         grad_TK = None if dots is None else dots().to(state.weights_dtype)
-        return homeward.summed(None) if ctx.needs_input_grad[0] else None, grad_TK, None, None
+        return homeward.summed(None) if ctx.needs_input_grad[0] else None, grad_TK, None
 
 
 class _Result(torch.autograd.Function):
@@ -286,8 +304,8 @@ def _follow_back(ctx: Any, gradients: Gradients, wanted: Sequence[bool]) -> _Fac
     b13 = _each(b13_EG, w13_EGD)
     _, needs_w13, needs_w2, *_ = ctx.needs_input_grad
     grads = (
-        ExpertGradients(layout, grad_h_RG, rows_RD, w13_EGD) if needs_w13 else None,
-        ExpertGradients(layout, grad_RD, act_RF, w2_EDF) if needs_w2 else None,
+        ExpertGradients(layout.rows_per_expert, grad_h_RG, rows_RD, w13_EGD) if needs_w13 else None,
+        ExpertGradients(layout.rows_per_expert, grad_RD, act_RF, w2_EDF) if needs_w2 else None,
     )
     homeward = None
     if ctx.needs_input_grad[0]:

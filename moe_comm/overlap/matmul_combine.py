@@ -27,7 +27,7 @@ from moe_comm.errors import InputError
 from moe_comm.kernels.expert_mm import align, expert_mm
 from moe_comm.kernels.wanted import wanted_gradients
 from moe_comm.overlap.crossing import Piece
-from moe_comm.overlap.expert_products import ExpertGradients, grouped_mm, weights_fault
+from moe_comm.overlap.expert_products import ExpertGradients, grouped_linear, grouped_mm, weights_fault
 from moe_comm.overlap.passage import Homeward, Outward, Passage, follow, lead
 from moe_comm.runtime.memory import warm_rows
 
@@ -58,6 +58,9 @@ def matmul_combine(rows_RF: Tensor, w_EDF: Tensor, weights_TK: Tensor, passage: 
         )
     if fault is not None:
         passage.refuse("combine", fault)
+    if passage.chunks == 1:
+        results_RD = grouped_linear(rows_RF, layout.rows_per_expert, w_EDF)
+        return passage.dispatcher.combine(results_RD, weights_TK, layout)
     return _MatmulCombine.apply(rows_RF, w_EDF, weights_TK, passage)  # type: ignore[no-any-return]
 
 
@@ -93,7 +96,7 @@ class _MatmulCombine(torch.autograd.Function):
         needs_rows, needs_w, _, _ = wanted_gradients(ctx)
         arriving = Gradients(passage, grad_TD, wide_TK)
         grad_rows_RF = torch.empty_like(rows_RF)
-        weight = ExpertGradients(passage.layout, arriving.rows_RD, rows_RF, w_EDF) if needs_w else None
+        weight = ExpertGradients(passage.layout.rows_per_expert, arriving.rows_RD, rows_RF, w_EDF) if needs_w else None
         aligned_w = align(w_EDF)
 
         def compute(piece: Piece) -> None:

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from moe_comm.dispatch.all_to_all import AllToAllDispatcher, Routes
-from moe_comm.dispatch.base import Dispatcher, Layout
+from moe_comm.dispatch.autograd import dispatch_by
+from moe_comm.dispatch.base import Dispatched, Dispatcher, Layout
 from moe_comm.dispatch.channel import Coming
 from moe_comm.dispatch.handshake import describe
 from moe_comm.dispatch.header import Header
@@ -34,7 +36,9 @@ from moe_comm.runtime.memory import take, warm_rows
 
 @dataclass(frozen=True, eq=False)
 class Passage:
-    """Where the rows of one dispatch go, and in which chunks.
+    """Where the rows of one dispatch go, and in how many chunks.
+
+    opening: the handshake of the dispatch. small: one chunk, of less than is worth one: better one step after the other.
 
     Attributes:
         layout: as ``Dispatcher.dispatch`` gives it; its rows stand alike.
@@ -42,12 +46,14 @@ class Passage:
 
     dispatcher: AllToAllDispatcher
     layout: Layout
-    crossing: Crossing
+    opening: Header
+    chunks: int
+    small: bool
 
     @classmethod
     def open(
         cls, dispatcher: AllToAllDispatcher, x_TD: Tensor, ids_TK: Tensor, overlap: Overlap, width: int, label: str
-    ) -> tuple[Passage, Header]:
+    ) -> Passage:
         """Agree on a dispatch with the other ranks, as ``Dispatcher.dispatch`` does; and on its chunks.
 
         Args:
@@ -60,19 +66,29 @@ class Passage:
         header = dispatcher.dispatch_header(x_TD, ids_TK, label)
         layout = dispatcher.agree(x_TD, ids_TK, header)
         rows_WE = layout.state.rows_WE
-        world, experts = dispatcher.world, dispatcher.num_experts
+        payload = dispatcher.options.payloads.of("dispatch")
+        away = travelling_rows(rows_WE, dispatcher.placement) * bytes_per_row(layout.hidden, payload, layout.dtype)
+        chunks = overlap.chunks_of(away)
         if isinstance(overlap.chunks, str):
+            world, experts = dispatcher.world, dispatcher.num_experts
             mean = int(rows_WE.sum()) // world
             work = Work(
                 "dispatch_matmul", "forward", mean, layout.hidden, width, layout.dtype, world, -(-experts // world)
             )
             chunks = overlap.chunks_for(work, dispatcher.channel, x_TD.device)
-        else:
-            away = travelling_rows(rows_WE, dispatcher.placement)
-            payload = dispatcher.options.payloads.of("dispatch")
-            chunks = overlap.chunks_of(away * bytes_per_row(layout.hidden, payload, layout.dtype))
-        crossing = Crossing.of(rows_WE, dispatcher.placement, dispatcher.rank, chunks, x_TD.device)
-        return cls(dispatcher, layout, crossing), header
+        return cls(dispatcher, layout, header, chunks, chunks == 1 and away < overlap.chunk_bytes)
+
+    @cached_property
+    def crossing(self) -> Crossing:
+        """What is in which chunk."""
+        dispatcher = self.dispatcher
+        return Crossing.of(self.routes.rows_WE, dispatcher.placement, dispatcher.rank, self.chunks, self.layout.device)
+
+    def dispatch_at_once(self, x_TD: Tensor) -> Dispatched:
+        """The dispatch that was agreed on, one step, differentiable."""
+        return dispatch_by(
+            self.dispatcher, x_TD, lambda x: (self.dispatcher.send(x, self.layout, self.opening), self.layout)
+        )
 
     @property
     def wide(self) -> torch.dtype:
