@@ -33,6 +33,7 @@ from moe_comm.dispatch.handshake import describe
 from moe_comm.dispatch.header import Header
 from moe_comm.dispatch.payload import Payload, pack, unpack
 from moe_comm.dispatch.sums import scale_
+from moe_comm.runtime.memory import take
 
 
 @dataclass(frozen=True)
