@@ -38,7 +38,7 @@ from moe_comm.runtime.memory import take, warm_rows
 class Passage:
     """Where the rows of one dispatch go, and in how many chunks.
 
-    opening: the handshake of the dispatch. small: one chunk, of less than is worth one: better one step after the other.
+    opening: the handshake of the dispatch. small: one chunk, of less than is worth one: better step after step.
 
     Attributes:
         layout: as ``Dispatcher.dispatch`` gives it; its rows stand alike.
