@@ -359,7 +359,8 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("rows"), py::arg("place"), py::arg("weights"), py::arg("y"), py::arg("shape"), py::arg("dtype"),
       py::arg("threads"),
-      "y [T, D] = sum over k of weights [T, K] times the row at place [T, K]; -1 is no row; weights may be 0. shape: T, "
+      "y [T, D] = sum over k of weights [T, K] times the row at place [T, K]; -1 is no row; weights may be 0. shape: "
+      "T, "
       "K, D.");
   m.def(
       "scale_rows",
@@ -381,7 +382,8 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("rows"), py::arg("weights"), py::arg("partner"), py::arg("dots"), py::arg("shape"), py::arg("dtype"),
       py::arg("threads"),
-      "rows [R, D] times weights [R], in place; dots [R] of the rows before that and the rows `partner`, which may be 0.");
+      "rows [R, D] times weights [R], in place; dots [R] of the rows before that and the rows `partner`, which may be "
+      "0.");
 
   m.def(
       "bare_gather",

@@ -22,9 +22,10 @@ def test_a_weighted_sum_is_that_of_plain_torch(dtype: torch.dtype, hidden: int) 
     weights = _draw(33, 3, dtype=plain.wide_dtype(dtype))
     for given in (weights, None, weights.T.contiguous().T):
         assert torch.equal(sums.weighted_sum(rows, place, given), plain.weighted_sum(rows, place, given))
-    for rows, place in ((rows[:0], place.fill_(-1)), (rows, place[:0]), (rows.T.contiguous().T, place)):
-        kept = weights[: place.shape[0]]
-        assert torch.equal(sums.weighted_sum(rows, place, kept), plain.weighted_sum(rows, place, kept))
+    away = torch.full_like(place, -1)
+    for some, places in ((rows[:0], away), (rows, place[:0]), (rows.T.contiguous().T, place)):
+        kept = weights[: places.shape[0]]
+        assert torch.equal(sums.weighted_sum(some, places, kept), plain.weighted_sum(some, places, kept))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
