@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.base import Dispatcher, Layout
 from moe_comm.errors import InputError
 from moe_comm.kernels.expert_mm import align, expert_mm, product_into
 from moe_comm.kernels.wanted import wanted_gradients
@@ -27,6 +27,24 @@ def weights_fault(dispatcher: Dispatcher, w_EGD: Tensor, rows: Tensor, operator:
         f"{operator} needs weights [{experts}, .., {rows.shape[-1]}] of this rank's experts for rows of {rows.dtype} "
         f"on {rows.device}; got {tuple(w_EGD.shape)} {w_EGD.dtype} on {w_EGD.device}"
     )
+
+
+def combine_fault(
+    dispatcher: Dispatcher, layout: Layout, rows_RF: Tensor, w_EDF: Tensor, weights_TK: Tensor
+) -> InputError | None:
+    """What is wrong with the input of a ``matmul_combine`` of rows that stand as ``layout`` says."""
+    if (fault := weights_fault(dispatcher, w_EDF, rows_RF, "matmul_combine")) is not None:
+        return fault
+    if rows_RF.shape[0] != layout.num_rows or w_EDF.shape[1] != layout.hidden or rows_RF.dtype != layout.dtype:
+        return InputError(
+            f"matmul_combine needs rows [{layout.num_rows}, F] {layout.dtype} and weights [E, {layout.hidden}, F]; got "
+            f"{tuple(rows_RF.shape)} {rows_RF.dtype} and {tuple(w_EDF.shape)}"
+        )
+    if tuple(weights_TK.shape) != (layout.num_tokens, layout.top_k):
+        return InputError(
+            f"matmul_combine needs weights [{layout.num_tokens}, {layout.top_k}]; got {tuple(weights_TK.shape)}"
+        )
+    return None
 
 
 def grouped_mm(rows_RD: Tensor, rows_per_expert: tuple[int, ...], w_EGD: Tensor) -> Tensor:

@@ -23,11 +23,10 @@ from moe_comm.dispatch.base import Layout
 from moe_comm.dispatch.channel import Coming
 from moe_comm.dispatch.handshake import describe
 from moe_comm.dispatch.sums import scale_
-from moe_comm.errors import InputError
 from moe_comm.kernels.expert_mm import align, expert_mm
 from moe_comm.kernels.wanted import wanted_gradients
 from moe_comm.overlap.crossing import Piece
-from moe_comm.overlap.expert_products import ExpertGradients, grouped_linear, grouped_mm, weights_fault
+from moe_comm.overlap.expert_products import ExpertGradients, combine_fault, grouped_linear, grouped_mm
 from moe_comm.overlap.passage import Homeward, Outward, Passage, follow, lead
 from moe_comm.runtime.memory import warm_rows
 
@@ -46,16 +45,7 @@ def matmul_combine(rows_RF: Tensor, w_EDF: Tensor, weights_TK: Tensor, passage: 
         PeerDied, PeerTimeout: a rank is gone, or did not call in time.
     """
     layout = passage.layout
-    fault = weights_fault(passage.dispatcher, w_EDF, rows_RF, "matmul_combine")
-    if rows_RF.shape[0] != layout.num_rows or w_EDF.shape[1:2] != (layout.hidden,) or rows_RF.dtype != layout.dtype:
-        fault = fault or InputError(
-            f"matmul_combine needs rows [{layout.num_rows}, F] {layout.dtype} and weights [E, {layout.hidden}, F]; got "
-            f"{tuple(rows_RF.shape)} {rows_RF.dtype} and {tuple(w_EDF.shape)}"
-        )
-    if tuple(weights_TK.shape) != (layout.num_tokens, layout.top_k):
-        fault = fault or InputError(
-            f"matmul_combine needs weights [{layout.num_tokens}, {layout.top_k}]; got {tuple(weights_TK.shape)}"
-        )
+    fault = combine_fault(passage.dispatcher, layout, rows_RF, w_EDF, weights_TK)
     if fault is not None:
         passage.refuse("combine", fault)
     if passage.chunks == 1:

@@ -26,7 +26,7 @@ from moe_comm.dispatch.header import COLLECTIVE, OPS
 from moe_comm.errors import ConfigError, InputError, MoeCommError
 from moe_comm.kernels.expert_mm import product_into
 from moe_comm.kernels.wanted import wanted_gradients
-from moe_comm.overlap.expert_products import weights_fault
+from moe_comm.overlap.expert_products import combine_fault, weights_fault
 from moe_comm.overlap.ring import Ring
 from moe_comm.overlap.triton.launch import TritonPassage, run_combine, run_dispatch
 from moe_comm.overlap.triton.programs import DTYPES
@@ -94,17 +94,7 @@ def matmul_combine(rows_RF: Tensor, w_EDF: Tensor, weights_TK: Tensor, passage: 
         InputError: something does not fit; on every rank if the dispatcher is checked.
         PeerDied, PeerTimeout: a rank is gone, or a flag of it did not rise in time.
     """
-    layout = passage.layout
-    fault = weights_fault(passage.dispatcher, w_EDF, rows_RF, "matmul_combine")
-    if rows_RF.shape[0] != layout.num_rows or w_EDF.shape[1:2] != (layout.hidden,) or rows_RF.dtype != layout.dtype:
-        fault = fault or InputError(
-            f"matmul_combine needs rows [{layout.num_rows}, F] {layout.dtype} and weights [E, {layout.hidden}, F]; got "
-            f"{tuple(rows_RF.shape)} {rows_RF.dtype} and {tuple(w_EDF.shape)}"
-        )
-    if tuple(weights_TK.shape) != (layout.num_tokens, layout.top_k):
-        fault = fault or InputError(
-            f"matmul_combine needs weights [{layout.num_tokens}, {layout.top_k}]; got {tuple(weights_TK.shape)}"
-        )
+    fault = combine_fault(passage.dispatcher, passage.layout, rows_RF, w_EDF, weights_TK)
     passage.begin("combine", fault)
     return _MatmulCombine.apply(rows_RF, w_EDF, weights_TK, passage)  # type: ignore[no-any-return]
 

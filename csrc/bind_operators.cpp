@@ -1,0 +1,178 @@
+// The Python face of operators on tensors: addresses of their elements, sizes, strides.
+#include "bind_operators.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <stdexcept>
+
+#include "cpu/kernels.h"
+#include "cpu/pool.h"
+#include "layout.h"
+
+namespace py = pybind11;
+
+namespace moe_comm {
+
+namespace {
+
+template <class T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+}  // namespace
+
+void bind_operators(py::module_& m) {
+  m.def(
+      "swiglu_forward",
+      [](uintptr_t h, int64_t h_stride, uintptr_t act, int64_t rows, int64_t width, int dtype, int threads) {
+        py::gil_scoped_release release;
+        const int64_t size = dtype_bytes(dtype);
+        parallel_for(rows, 64, threads, [&](int64_t first, int64_t last) {
+          kernels().swiglu(pointer<char>(h) + first * h_stride * size, h_stride,
+                           pointer<char>(act) + first * width * size, last - first, width, dtype);
+        });
+      },
+      py::arg("h"), py::arg("h_stride"), py::arg("act"), py::arg("rows"), py::arg("width"), py::arg("dtype"),
+      py::arg("threads"),
+      "act [rows, width] = silu(gate) * up, h [rows, 2 * width] = gate | up; h_stride in elements.");
+  m.def(
+      "swiglu_backward",
+      [](uintptr_t h, int64_t h_stride, uintptr_t grad_act, uintptr_t grad_h, uintptr_t act, int64_t rows,
+         int64_t width, int dtype, int threads) {
+        py::gil_scoped_release release;
+        const int64_t size = dtype_bytes(dtype);
+        parallel_for(rows, 64, threads, [&](int64_t first, int64_t last) {
+          kernels().swiglu_backward(
+              pointer<char>(h) + first * h_stride * size, h_stride, pointer<char>(grad_act) + first * width * size,
+              pointer<char>(grad_h) + first * 2 * width * size,
+              act ? pointer<char>(act) + first * width * size : nullptr, last - first, width, dtype);
+        });
+      },
+      py::arg("h"), py::arg("h_stride"), py::arg("grad_act"), py::arg("grad_h"), py::arg("act"), py::arg("rows"),
+      py::arg("width"), py::arg("dtype"), py::arg("threads"),
+      "grad_h [rows, 2 * width] from grad_act; also act again where its address is not 0.");
+
+  m.def(
+      "rms_norm_forward",
+      [](uintptr_t x, uintptr_t weight, uintptr_t y, uintptr_t scale, int64_t rows, int64_t width, float eps, int dtype,
+         int threads) {
+        py::gil_scoped_release release;
+        const int64_t row = width * dtype_bytes(dtype);
+        parallel_for(rows, 64, threads, [&](int64_t first, int64_t last) {
+          kernels().rms_norm(pointer<char>(x) + first * row, pointer<float>(weight), pointer<char>(y) + first * row,
+                             pointer<float>(scale) + first, last - first, width, eps, dtype);
+        });
+      },
+      py::arg("x"), py::arg("weight"), py::arg("y"), py::arg("scale"), py::arg("rows"), py::arg("width"),
+      py::arg("eps"), py::arg("dtype"), py::arg("threads"),
+      "y [rows, width] = x * scale * weight, scale [rows] = 1 / sqrt(mean of x^2 + eps); weight and scale are fp32.");
+  m.def(
+      "rms_norm_backward",
+      [](uintptr_t x, uintptr_t weight, uintptr_t scale, uintptr_t grad_y, uintptr_t grad_x, uintptr_t grad_parts,
+         int64_t rows, int64_t rows_of_part, int64_t width, int dtype, int threads) {
+        py::gil_scoped_release release;
+        const int64_t row = width * dtype_bytes(dtype), parts = (rows + rows_of_part - 1) / rows_of_part;
+        parallel_for(parts, 1, threads, [&](int64_t first, int64_t last) {
+          for (int64_t part = first; part < last; ++part) {
+            const int64_t start = part * rows_of_part;
+            const int64_t count = rows - start < rows_of_part ? rows - start : rows_of_part;
+            kernels().rms_norm_backward(
+                pointer<char>(x) + start * row, pointer<float>(weight), pointer<float>(scale) + start,
+                pointer<char>(grad_y) + start * row, grad_x ? pointer<char>(grad_x) + start * row : nullptr,
+                grad_parts ? pointer<float>(grad_parts) + part * width : nullptr, count, width, dtype);
+          }
+        });
+      },
+      py::arg("x"), py::arg("weight"), py::arg("scale"), py::arg("grad_y"), py::arg("grad_x"), py::arg("grad_parts"),
+      py::arg("rows"), py::arg("rows_of_part"), py::arg("width"), py::arg("dtype"), py::arg("threads"),
+      "grad_x [rows, width], and the weight's gradient by parts of the rows, added to grad_parts [parts, width] fp32; "
+      "either address may be 0.");
+  m.def(
+      "rotate",
+      [](uintptr_t x, std::array<int64_t, 3> strides, uintptr_t y, uintptr_t cos, uintptr_t sin, int64_t angles,
+         float sign, std::array<int64_t, 4> shape, int threads) {
+        py::gil_scoped_release release;
+        const auto [batch, length, heads, width] = shape;
+        const int64_t half = width / 2, tokens = length;
+        parallel_for(batch * length, 16, threads, [&, heads = heads, width = width](int64_t first, int64_t last) {
+          for (int64_t t = first; t < last; ++t) {
+            const int64_t from = t / tokens * strides[0] + t % tokens * strides[1];
+            kernels().rotate(pointer<float>(x) + from, strides[2], pointer<float>(y) + t * heads * width, width,
+                             pointer<float>(cos) + t % angles * half, pointer<float>(sin) + t % angles * half, sign,
+                             heads, half);
+          }
+        });
+      },
+      py::arg("x"), py::arg("strides"), py::arg("y"), py::arg("cos"), py::arg("sin"), py::arg("angles"),
+      py::arg("sign"), py::arg("shape"), py::arg("threads"),
+      "y [B, S, h, d] = x, each head's halves turned by the angles of its token; cos and sin [angles, d / 2] of the "
+      "tokens, repeated; sign -1 turns back. fp32; strides of x in elements, y is dense.");
+
+  m.def(
+      "weighted_sum",
+      [](uintptr_t rows, uintptr_t place, uintptr_t weights, uintptr_t y, std::array<int64_t, 3> shape, int dtype,
+         int threads) {
+        py::gil_scoped_release release;
+        const auto [tokens, top_k, hidden] = shape;
+        char* const base[] = {pointer<char>(rows)};
+        const TokenLoop loop{pointer<int64_t>(place), base, top_k, hidden, dtype, false};
+        parallel_for(tokens, 16, threads, [&, hidden = hidden](int64_t first, int64_t last) {
+          kernels().sum(loop, first, last, pointer<char>(y), hidden * dtype_bytes(dtype), pointer<float>(weights));
+        });
+      },
+      py::arg("rows"), py::arg("place"), py::arg("weights"), py::arg("y"), py::arg("shape"), py::arg("dtype"),
+      py::arg("threads"),
+      "y [T, D] = sum over k of weights [T, K] times the row at place [T, K]; -1 is no row; weights may be 0. shape: "
+      "T, "
+      "K, D.");
+  m.def(
+      "scale_rows",
+      [](uintptr_t rows, uintptr_t weights, uintptr_t with, uintptr_t dots, std::array<int64_t, 2> shape, int dtype,
+         int threads) {
+        py::gil_scoped_release release;
+        const auto [count, hidden] = shape;
+        const int64_t stride = hidden * dtype_bytes(dtype);
+        parallel_for(count, 16, threads, [&, hidden = hidden](int64_t first, int64_t last) {
+          const int64_t place = 0;
+          for (int64_t r = first; r < last; ++r) {
+            char* const own[] = {pointer<char>(rows) + r * stride};
+            char* const other[] = {with ? pointer<char>(with) + r * stride : nullptr};
+            const TokenLoop loop{&place, with ? other : nullptr, 1, hidden, dtype, false};
+            kernels().spread(loop, 0, 1, own[0], stride, pointer<float>(weights) + r, own,
+                             with ? pointer<float>(dots) + r : nullptr);
+          }
+        });
+      },
+      py::arg("rows"), py::arg("weights"), py::arg("partner"), py::arg("dots"), py::arg("shape"), py::arg("dtype"),
+      py::arg("threads"),
+      "rows [R, D] times weights [R], in place; dots [R] of the rows before that and the rows `partner`, which may be "
+      "0.");
+
+  m.def(
+      "bare_gather",
+      [](uintptr_t src, uintptr_t index, uintptr_t dst, int64_t count, int64_t row_bytes, int threads) {
+        py::gil_scoped_release release;
+        parallel_for(count, 64, threads, [&](int64_t first, int64_t last) {
+          kernels().bare_gather(pointer<char>(src), pointer<int64_t>(index), pointer<int64_t>(dst), first, last,
+                                row_bytes);
+        });
+      },
+      "Benchmark limit: copy row index[i] of src to address dst[i], with non-temporal stores.");
+  m.def(
+      "bare_weighted_sum",
+      [](uintptr_t dst, uintptr_t src, uintptr_t weights, int64_t tokens, int64_t top_k, int64_t hidden, int dtype,
+         int threads) {
+        if (top_k > 64) throw std::invalid_argument("bare_weighted_sum takes at most 64 rows a token");
+        py::gil_scoped_release release;
+        parallel_for(tokens, 16, threads, [&](int64_t first, int64_t last) {
+          kernels().bare_sum(pointer<char>(dst), pointer<int64_t>(src), pointer<float>(weights), first, last, top_k,
+                             hidden, dtype);
+        });
+      },
+      "Benchmark limit: dst[t] = sum of weights[t, k] times the row at address src[t, k].");
+}
+
+}  // namespace moe_comm
