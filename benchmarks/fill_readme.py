@@ -3,8 +3,8 @@
     python benchmarks/fill_readme.py benchmarks/results/cpu-amd-epyc-avx2
 
 The folder holds dispatch-2-ranks.json, dispatch-4-ranks.json, small.json, layer-comm.json, layer-compute.json,
-train-comm.json, train-compute.json, overlap.json, overlap-free.json (--no-deterministic) and overlap-rows.json
-(--sweep), as ``moe-comm bench`` writes them, and parity.json, as ``moe-comm parity`` does.
+train-comm.json, train-compute.json, overlap.json, overlap-free.json (--no-deterministic) overlap-rows.json
+(--sweep) and hierarchical.json, as ``moe-comm bench`` writes them, and parity.json, as ``moe-comm parity`` does.
 """
 
 from __future__ import annotations
@@ -192,6 +192,27 @@ def overlap_block(folder: Path) -> str:
     return "\n".join(lines)
 
 
+def hierarchical_block(folder: Path) -> str:
+    """One copy for each host against one for each slot."""
+    found = load(folder, "hierarchical")
+    lines = [
+        "| | forward, ms | backward, ms | together, ms | faster | between hosts, MB, by the formula | on the links, MB |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for one in found["results"]:
+        times = " | ".join(f"{one[f'{name}_ms']:.0f}" for name in ("forward", "backward", "total"))
+        counted = "" if one["counted_bytes"] is None else f"{one['counted_bytes'] / 1e6:.0f}"
+        name, speedup, links = one["contestant"], one["speedup"], one["link_bytes"] / 1e6
+        lines.append(f"| `{name}` | {times} | {speedup:.2f}x | {counted} | {links:.0f} |")
+    s = found["settings"]
+    lines += [
+        "",
+        f"{s['hosts']} hosts x {s['ranks_per_host']} ranks, links of {s['link_gbit']:g} Gbit/s, {s['tokens']} tokens a "
+        f"rank, D {s['hidden']}, {s['experts']} experts, K {s['top_k']}, fp32. {where(found, folder)}.",
+    ]
+    return "\n".join(lines)
+
+
 ROOT = Path(__file__).parent.parent
 BLOCKS = {
     "dispatch": ("README.md", dispatch_block),
@@ -199,6 +220,7 @@ BLOCKS = {
     "train": ("README.md", train_block),
     "parity": ("docs/parallel.md", parity_block),
     "overlap": ("docs/overlap.md", overlap_block),
+    "hierarchical": ("docs/dispatch.md", hierarchical_block),
 }
 
 
