@@ -196,7 +196,7 @@ def hierarchical_block(folder: Path) -> str:
     """One copy for each host against one for each slot."""
     found = load(folder, "hierarchical")
     lines = [
-        "| | forward, ms | backward, ms | together, ms | faster | between hosts, MB, by the formula | on the links, MB |",
+        "| | forward, ms | backward, ms | together, ms | faster | MB by the formula | MB on the links |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for one in found["results"]:
