@@ -129,8 +129,8 @@ class MatmulCombine(_OfExperts):
     def prepare(self) -> None:
         super().prepare()
         dispatcher, overlap, width = self.dispatcher, self.bench.overlap, self.bench.width
-        # Where rows go; no product is computed of width 1, but for it.
-        none_EGD = torch.zeros(self.experts, 1, width)
+        # Where rows go, in as many chunks as pay beside products of this width.
+        none_EGD = torch.zeros(self.experts, self.other, width)
         _, passage = dispatch_matmul(dispatcher, torch.zeros(self.rows, width), self.ids_TK, none_EGD, overlap)
         layout, sizes = passage.layout, passage.layout.rows_per_expert
         self.wire = self.moving(layout, outward=self.direction == "backward")

@@ -108,7 +108,7 @@ def run(tune: Tune, threads: int) -> list[Measured]:
 def candidates(case: Case, rates: Rates) -> list[int]:
     """Numbers of chunks that differ from each other in what they do."""
     if rates.shared and case.operator in IN_PLACE:
-        return [1, 2]
+        return [1, 2] if case.rows > TILE else [1]
     return [chunks for chunks in CHUNKS if chunks == 1 or chunks <= -(-case.rows // TILE)]
 
 

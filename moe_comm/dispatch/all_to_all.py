@@ -143,10 +143,7 @@ class AllToAllDispatcher(Dispatcher):
     def _dots(self, dots_R: Tensor, layout: Layout, doing: str) -> Tensor:
         """[T, K] dot products of rows and gradients, sent to their tokens."""
         routes: Routes = layout.state
-        dots_S = self._back(dots_R, routes, doing)
-        dots = dots_S.new_zeros(layout.num_tokens * layout.top_k)
-        dots[routes.slot_S] = dots_S
-        return dots.view(layout.num_tokens, layout.top_k)
+        return to_slots(self._back(dots_R, routes, doing), layout)
 
     def _rows_out(self, rows_TD: Tensor, token_S: Tensor, payload: Payload, routes: Routes, doing: str) -> Tensor:
         """``_out`` of each slot's row, in its payload."""
@@ -228,6 +225,13 @@ class AllToAllDispatcher(Dispatcher):
             state=routes,
             call=header.seq,
         )
+
+
+def to_slots(values_S: Tensor, layout: Layout) -> Tensor:
+    """[T, K] of numbers that stand as rows leave; 0 where a slot goes nowhere."""
+    flat = values_S.new_zeros(layout.num_tokens * layout.top_k)
+    flat[layout.state.slot_S] = values_S
+    return flat.view(layout.num_tokens, layout.top_k)
 
 
 def _permuted(x_RX: Tensor, order_R: Tensor) -> Tensor:

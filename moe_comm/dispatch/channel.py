@@ -167,15 +167,15 @@ class Channel:
         """The work that ``start`` begins. Waiting for it raises its errors, those of beginning it too."""
         if self.failed is not None:
             raise type(self.failed)(*self.failed.args)
-        self._place += 1
+        self._place = place = self._place + 1
         work: Work | RuntimeError
         try:
             work = start()
         except RuntimeError as error:
             work = error
-        return _Begun(work, lambda: self._finish(work, device, doing))
+        return _Begun(work, lambda: self._finish(work, device, doing, place))
 
-    def _finish(self, work: Work | RuntimeError, device: torch.device, doing: str) -> None:
+    def _finish(self, work: Work | RuntimeError, device: torch.device, doing: str, place: int) -> None:
         begun = time.monotonic()
         if self.failed is not None:
             raise type(self.failed)(*self.failed.args)
@@ -186,17 +186,17 @@ class Channel:
                 work.wait()  # orders streams; the backend's watchdog holds the deadline
             else:
                 with COMMUNICATION:
-                    self._wait(work, begun, doing)
+                    self._wait(work, begun, doing, place)
         except MoeCommError:
             raise
         except RuntimeError as error:
-            found = self.peer_error(str(error), time.monotonic() - begun, doing)
+            found = self.peer_error(str(error), time.monotonic() - begun, doing, place)
             if found is None:
                 raise
             self.failed = found
             raise found from error
 
-    def _wait(self, work: Work, begun: float, doing: str) -> None:
+    def _wait(self, work: Work, begun: float, doing: str, place: int) -> None:
         """Wait in slices: between them look whether a peer's process is gone, and say that we wait."""
         noted = False
         while True:
@@ -213,10 +213,10 @@ class Channel:
             if left <= 0:
                 raise RuntimeError("timed out")
             if not noted and self.peers is not None:
-                self.peers.note(str(self._place), doing)
+                self.peers.note(str(place), doing)
                 noted = True
 
-    def peer_error(self, message: str, waited_s: float, doing: str) -> PeerError | None:
+    def peer_error(self, message: str, waited_s: float, doing: str, place: int | None = None) -> PeerError | None:
         """Our error for the backend's ``message``; None if it is not about a peer."""
         timed_out, lost = _TIMED_OUT.search(message), _LOST.search(message)
         if not timed_out and not lost:
@@ -228,8 +228,9 @@ class Channel:
         if gone:
             who = ", ".join(self.peers.describe(rank) for rank in gone)
             return PeerDied(f"rank {self.rank} in {doing}: lost {who}. Restart the ranks; this group is unusable.")
-        self.peers.note(str(self._place), doing)
-        silent = self.peers.silent(str(self._place))
+        where = str(self._place if place is None else place)
+        self.peers.note(where, doing)
+        silent = self.peers.silent(where)
         gone = self.peers.ended()
         who = ", ".join(self.peers.describe(rank) for rank in gone or silent) or "a peer that did not say"
         text = f"rank {self.rank} in {doing}: waited {waited_s:.1f} s (timeout {self.timeout_s:g} s) for {who}"

@@ -185,7 +185,7 @@ class SharedChannel(Channel):
         try:
             offer, out = _offer(x, self._shared), _empty(shape, x.dtype)
         except HeapError as error:
-            fault = error
+            fault = error.with_traceback(None)  # which holds ``x``
         header, said = self._say(x.nbytes, x.dtype, doing, offer, fault)
         try:
             with COMMUNICATION:

@@ -53,7 +53,7 @@ class Header:
     dtype: torch.dtype
     top_k: int
     num_experts: int
-    requires_grad: bool
+    requires_grad: int
     label: str = ""
     fault: errors.MoeCommError | None = None
     of_call: int = 0

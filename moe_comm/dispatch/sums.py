@@ -14,7 +14,8 @@ from moe_comm.runtime.shared import DTYPE_CODES
 def weighted_sum(rows_RD: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
     """``plain.weighted_sum``."""
     native = rows_RD.numel() and place_TK.numel() and rows_RD.dtype in DTYPE_CODES and rows_RD.is_contiguous()
-    if not native or not on_host(rows_RD, place_TK):
+    inputs = (rows_RD, place_TK) if weights_TK is None else (rows_RD, place_TK, weights_TK)
+    if not native or not on_host(*inputs):
         return plain.weighted_sum(rows_RD, place_TK, weights_TK)
     (tokens, top_k), hidden = place_TK.shape, rows_RD.shape[1]
     place_TK = place_TK.contiguous()

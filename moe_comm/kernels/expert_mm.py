@@ -7,7 +7,7 @@ of rows with some libraries; ``row_invariant.py`` rounds all of them up, at the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,11 @@ def align(x: Tensor) -> Callable[[Tensor], Tensor]:
     """What makes slices of ``x`` along its first dimension aligned. There may be hundreds, so they are asked once."""
     every = x.data_ptr() % ALIGNMENT == 0 and x.stride(0) * x.element_size() % ALIGNMENT == 0
     return _as_it_is if every else _aligned
+
+
+def each_expert(x_E: Tensor | None, num_experts: int) -> Sequence[Tensor | None]:
+    """What each expert has of a parameter that may be missing."""
+    return [None] * num_experts if x_E is None else x_E.unbind(0)
 
 
 def expert_mm(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None = None) -> None:

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from moe_comm.errors import InputError
 from moe_comm.kernels.activations import Activation
-from moe_comm.kernels.expert_mm import align, expert_mm, product_into
+from moe_comm.kernels.expert_mm import align, each_expert, expert_mm, product_into
 from moe_comm.kernels.wanted import wanted_gradients
 from moe_comm.runtime.memory import Alloc, warm_like, warm_rows
 
@@ -39,10 +39,6 @@ class _Call:
     activation: Activation
     alloc: Alloc
     keep_h: bool
-
-
-def _slices(x_E: Tensor | None, num_experts: int) -> Sequence[Tensor | None]:
-    return [None] * num_experts if x_E is None else x_E.unbind(0)
 
 
 class _GroupedMLP(torch.autograd.Function):
@@ -66,7 +62,7 @@ class _GroupedMLP(torch.autograd.Function):
         scratch_RF = warm_rows(largest, width, dtype, device)
         aligned_rows, aligned_w13, aligned_w2 = align(rows_RD), align(w13_EGD), align(w2_EDF)
         w13, w2 = w13_EGD.unbind(0), w2_EDF.unbind(0)
-        b13, b2 = _slices(b13_EG, experts), _slices(b2_ED, experts)
+        b13, b2 = each_expert(b13_EG, experts), each_expert(b2_ED, experts)
         rows, out = rows_RD.split(call.sizes), out_RD.split(call.sizes)
         kept = h_RG.split(call.sizes) if keep else None
         for e, size in enumerate(call.sizes):
@@ -102,8 +98,8 @@ class _GroupedMLP(torch.autograd.Function):
         grad_h_RG = warm_rows(largest, width_h, dtype, device)
         again_RG = warm_rows(largest, width_h, dtype, device) if h_RG is None else None
 
-        w13, w2, b13 = w13_EGD.unbind(0), w2_EDF.unbind(0), _slices(b13_EG, experts)
-        gw13, gw2, gb13, gb2 = (_slices(g, experts) for g in (grad_w13, grad_w2, grad_b13, grad_b2))
+        w13, w2, b13 = w13_EGD.unbind(0), w2_EDF.unbind(0), each_expert(b13_EG, experts)
+        gw13, gw2, gb13, gb2 = (each_expert(g, experts) for g in (grad_w13, grad_w2, grad_b13, grad_b2))
         through = needs_rows or needs_w13 or needs_b13
         aligned_rows, aligned_grad = align(rows_RD), align(grad_RD)
         aligned_w13, aligned_w2 = align(w13_EGD), align(w2_EDF)

@@ -117,8 +117,7 @@ class MoELayer(ParallelModule):
         self.zero_experts = zero_experts or ZeroExperts()
         self.label, self.overlap = label, overlap
         self.running: RunningChoice | None = None
-        # On a GPU the host's clock says nothing of how long a layer takes.
-        if overlap is not None and overlap.chunks == "adaptive" and router.weight.device.type != "cuda":
+        if overlap is not None and overlap.chunks == "adaptive":
             self.running = RunningChoice(dispatcher.group)
         self.aux_scale: float | Tensor = 1.0
         self.num_dropped: Tensor | None = None
@@ -324,7 +323,8 @@ class MoELayer(ParallelModule):
         if routing is None:
             routing = self.router(x_TD, x.shape[0] if x.dim() == 3 else 1)
         overlap, chunks = self.overlap, None
-        if self.running is not None and overlap is not None:
+        # On a GPU the host's clock says nothing of how long a layer takes.
+        if self.running is not None and overlap is not None and x.device.type != "cuda":
             chunks = self.running.next(x_TD.shape[0])
             overlap = replace(overlap, chunks=chunks)
         flight, identity_T1 = self._send(x_TD.to(compute_dtype(x_TD)), routing, token_index, overlap)
@@ -357,6 +357,8 @@ class MoELayer(ParallelModule):
         """Take part in what the other ranks exchange before dispatch, where they hear of this rank's fault."""
         if routing is None:
             routing = self.router(x.new_zeros(0, self.router.hidden), x.shape[0] if x.dim() == 3 else 1)
+        if self.running is not None and x.device.type != "cuda":
+            self.running.next(0)
         if self.capacity is not None:
             index_T = None if token_index is None else token_index.reshape(-1)[:0]
             ids_TK, weights_TK = routing.ids_TK[:0], routing.weights_TK[:0]

@@ -50,7 +50,7 @@ class Overlap:
     chunks: parts in which a rank's rows travel. 1: all at once, and one step after the other. "auto": as ``moe-comm
         tune`` measured on this machine, else as a cost model predicts from the group's own rates; every rank does as
         the group's first, which tells the others when an operator of a shape is first called. "adaptive": an MoE layer
-        tries them while it runs, and keeps the fastest (``overlap.degree``); other layers do as with "auto".
+        tries them while it runs, and keeps the fastest (``overlap.degree``); other layers, and GPUs, do as with "auto".
     chunk_bytes: no smaller parts than this, and so fewer: each costs a round trip, which must be short beside it. Not
         for "auto", which knows what a round trip costs.
     deterministic: weight gradients have the same bits for every number of chunks: they are one product over all rows,
@@ -95,14 +95,22 @@ class Lines:
     doing: str
 
     @classmethod
-    def of(cls, group: ProcessGroup, work: Work, like: Tensor, overlap: Overlap) -> Lines:
+    def of(cls, group: ProcessGroup, work: Work, like: Tensor, overlap: Overlap, rows: int | None = None) -> Lines:
         """For ``work``, whose rows travel as elements like those of ``like``. The first call for a group is
-        collective."""
+        collective.
+
+        Args:
+            rows: of each rank, which are cut; None: those of the work, over the ranks.
+        """
         channel = channel_of(group)
+        if isinstance(overlap.chunks, str):
+            channel.compare(str(work), like)  # before ranks meet to choose
         chunks = overlap.chunks_for(work, channel, like.device)
         doing = f"{work} by {chunks}"
-        channel.compare(doing, like)
-        return cls(channel, ring_of(channel.rank, channel.world), spans_of(work.rows // work.world, chunks), doing)
+        if not isinstance(overlap.chunks, str):
+            channel.compare(doing, like)
+        rows = work.rows // work.world if rows is None else rows
+        return cls(channel, ring_of(channel.rank, channel.world), spans_of(rows, chunks), doing)
 
     def start_gather(self, x_SD: Tensor) -> Iterator[Arrival]:
         """Begin to gather the ranks' rows; yields them as they arrive, this rank's own at once.
@@ -233,6 +241,9 @@ class WeightGradient:
             return
         if arrival.whole(self._known_WSA.shape[0]):
             self._arrived_WSB = arrival.rows
+        elif self._by_rank and arrival.end - arrival.first == self._known_WSA.shape[1]:
+            self._add_rank(arrival.ranks.start, arrival.rows[0])
+            return
         else:
             if self._arrived_WSB is None:
                 self._arrived_WSB = arrival.rows.new_empty(*self._known_WSA.shape[:2], self._width)
@@ -242,11 +253,15 @@ class WeightGradient:
                 self._count(rank, arrival.end - arrival.first)
 
     def _count(self, rank: int, rows: int) -> None:
-        """So many rows of ``rank`` more are here; with the last of them, add up what is there in the ring's order."""
+        """So many rows of ``rank`` more are here; with the last of them they are multiplied."""
         assert self._arrived_WSB is not None
         self._missing[rank] -= rows
         if not self._missing[rank]:
-            self._parts[rank] = exact_mm(*self._factors(self._known_WSA[rank], self._arrived_WSB[rank]))
+            self._add_rank(rank, self._arrived_WSB[rank])
+
+    def _add_rank(self, rank: int, arrived_SB: Tensor) -> None:
+        """Multiply all rows of ``rank``. What comes out of turn is kept until it is its turn."""
+        self._parts[rank] = exact_mm(*self._factors(self._known_WSA[rank], arrived_SB))
         while (first := next(iter(self._missing), None)) in self._parts:
             assert first is not None
             del self._missing[first]

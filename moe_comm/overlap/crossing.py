@@ -6,7 +6,7 @@ expert alone is cut into C parts all the same. Rank 1 of 3 with experts 0 and 1,
 
     rows_RD     expert 0                        expert 1
     from rank   0     0     1     2     2       0     1     1     2     2        own rows (1) do not travel
-    chunk       0     1           0     1       2                 2     3
+    chunk       0     1           0     1       3                 2     3
 
 All of it follows from the counts that every rank has since the handshake. What leaves for one destination in a chunk is
 a run of the slots sorted by expert; what arrives from one source is scattered over the experts' rows.

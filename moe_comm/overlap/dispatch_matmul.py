@@ -49,12 +49,13 @@ def dispatch_matmul(
         passage: what ``matmul_combine`` needs to bring them back; ``passage.layout`` is the layout.
 
     Raises:
+        ConfigError: a dispatcher that does not overlap.
         InputError, RoutingError, RankMismatch: on every rank, before rows move.
         PeerDied, PeerTimeout: a rank is gone, or did not call in time.
     """
     if (fault := weights_fault(dispatcher, w_EGD, x_TD, "dispatch_matmul")) is not None:
         dispatcher.refuse(fault, x_TD, label=label)
-    passage = Passage.open(dispatcher, x_TD, ids_TK, overlap or Overlap(), w_EGD.shape[1], label)
+    passage = Passage.open(dispatcher, x_TD, ids_TK, overlap or Overlap(), width=w_EGD.shape[1], label=label)
     if passage.chunks == 1:
         rows_RD = passage.dispatch_at_once(x_TD).rows_RD
         return grouped_linear(rows_RD, passage.layout.rows_per_expert, w_EGD), passage

@@ -44,6 +44,11 @@ def combine_fault(
         return InputError(
             f"matmul_combine needs weights [{layout.num_tokens}, {layout.top_k}]; got {tuple(weights_TK.shape)}"
         )
+    if rows_RF.device != layout.device or weights_TK.device != layout.device:
+        return InputError(
+            f"matmul_combine needs rows and weights on {layout.device}; got rows on {rows_RF.device} and weights on "
+            f"{weights_TK.device}"
+        )
     return None
 
 
@@ -89,6 +94,7 @@ class ExpertGradients:
 
     def __init__(self, rows_per_expert: tuple[int, ...], grad_RG: Tensor, rows_RD: Tensor, like_EGD: Tensor) -> None:
         self._grads, self._rows = grad_RG.split(rows_per_expert), rows_RD.split(rows_per_expert)
+        self._aligned_grad, self._aligned_rows = align(grad_RG), align(rows_RD)
         self._found = warm_like(like_EGD)
         self._left = list(rows_per_expert)
         self._due = deque(expert for expert, rows in enumerate(self._left) if not rows)
@@ -106,7 +112,7 @@ class ExpertGradients:
         expert = self._due.popleft()
         into, grad = self._found[expert], self._grads[expert]
         if grad.shape[0]:
-            product_into(grad.t(), self._rows[expert], into)
+            product_into(self._aligned_grad(grad).t(), self._aligned_rows(self._rows[expert]), into)
         else:
             into.zero_()  # not None: an optimizer or a reduction over ranks treats the expert like any other
         return True

@@ -32,7 +32,7 @@ from moe_comm.dispatch.base import Layout
 from moe_comm.dispatch.channel import Coming
 from moe_comm.errors import InputError
 from moe_comm.kernels.activations import Activation
-from moe_comm.kernels.expert_mm import align, expert_mm
+from moe_comm.kernels.expert_mm import align, each_expert, expert_mm
 from moe_comm.kernels.wanted import wanted_gradients
 from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.crossing import Piece
@@ -71,6 +71,7 @@ class _State:
     passage: Passage
     wide_TK: Tensor
     weights_dtype: torch.dtype
+    needs_x: bool
     needs_dots: bool
     outward: Outward | None = None
     homeward: Homeward | None = None
@@ -126,17 +127,25 @@ class ExpertFlight:
         label: str,
     ) -> Passage:
         """The first half of ``begin``: nothing has left yet."""
-        if weights_TK.shape != ids_TK.shape:
-            fault = InputError(f"weights must be {tuple(ids_TK.shape)} like the ids; got {tuple(weights_TK.shape)}")
+        if weights_TK.shape != ids_TK.shape or weights_TK.device != x_TD.device:
+            fault = InputError(
+                f"weights must be {tuple(ids_TK.shape)} on {x_TD.device}, like the ids; got {tuple(weights_TK.shape)} "
+                f"on {weights_TK.device}"
+            )
             dispatcher.refuse(fault, x_TD, label=label)
-        return Passage.open(dispatcher, x_TD, ids_TK, overlap, PRODUCTS * width // 2, label)
+        weights_grad = torch.is_grad_enabled() and weights_TK.requires_grad
+        width = PRODUCTS * width // 2
+        return Passage.open(dispatcher, x_TD, ids_TK, overlap, width=width, weights_grad=weights_grad, label=label)
 
     @classmethod
     def over(cls, passage: Passage, x_TD: Tensor, weights_TK: Tensor) -> ExpertFlight:
         """The second half."""
-        wide_TK = weights_TK.detach().to(passage.wide)
-        needs_dots = torch.is_grad_enabled() and weights_TK.requires_grad
-        state = _State(passage, wide_TK, weights_TK.dtype, needs_dots)
+        # A copy, for the caller's may be changed in place before backward.
+        wide_TK = weights_TK.detach().to(passage.wide, copy=True)
+        grad = torch.is_grad_enabled()
+        state = _State(
+            passage, wide_TK, weights_TK.dtype, grad and x_TD.requires_grad, grad and weights_TK.requires_grad
+        )
         return cls(state, _Begin.apply(x_TD, weights_TK, state))
 
     @property
@@ -148,7 +157,8 @@ class ExpertFlight:
         """Run the experts on the rows as they arrive, and let the results leave.
 
         Raises:
-            InputError: the weights do not fit the rows.
+            InputError: the weights do not fit the rows; on this rank only, and its peers time out.
+            PeerDied, PeerTimeout: a rank is gone, or its rows do not come.
         """
         if (fault := self._fault(weights)) is not None:
             raise fault
@@ -170,10 +180,19 @@ class ExpertFlight:
             )
         if fault is None and w2.dtype != w13.dtype:
             fault = InputError(f"w13 is {w13.dtype} and w2 {w2.dtype}; convert one of them")
+        for name, bias, wanted in (("b13", weights.b13_EG, w13.shape[:2]), ("b2", weights.b2_ED, w2.shape[:2])):
+            if bias is not None and (bias.shape != wanted or bias.dtype != w13.dtype):
+                fault = fault or InputError(
+                    f"{name} must be {tuple(wanted)} {w13.dtype}; got {tuple(bias.shape)} {bias.dtype}"
+                )
         return fault
 
     def result(self) -> Tensor:
-        """[T, D] the weighted sum of each token's experts."""
+        """[T, D] the weighted sum of each token's experts.
+
+        Raises:
+            PeerDied, PeerTimeout: a rank is gone, or its results do not come.
+        """
         return _Result.apply(self.thread, self._state)  # type: ignore[no-any-return]
 
 
@@ -196,10 +215,9 @@ class _Begin(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         state: _State = ctx.state
         homeward, dots = state.homeward, state.dots
-        assert homeward is not None
         state.homeward = state.dots = None
         grad_TK = None if dots is None else dots().to(state.weights_dtype)
-        return homeward.summed(None) if ctx.needs_input_grad[0] else None, grad_TK, None
+        return None if homeward is None else homeward.summed(None), grad_TK, None
 
 
 class _Result(torch.autograd.Function):
@@ -215,7 +233,7 @@ class _Result(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         state: _State = ctx.state
-        state.gradients = Gradients(state.passage, grad_TD, state.wide_TK)
+        state.gradients = Gradients(state.passage, grad_TD, state.wide_TK, state.needs_dots)
         return grad_TD.new_empty(0), None
 
 
@@ -241,7 +259,7 @@ class _Compute(torch.autograd.Function):
         h_RG = _rows_like(rows_RD, w13_EGD.shape[1])(num if call.keep_h else largest)
         act_RF = _rows_like(rows_RD, w2_EDF.shape[2])(largest)
         aligned, aligned_w13, aligned_w2 = align(rows_RD), align(w13_EGD), align(w2_EDF)
-        b13, b2 = _each(b13_EG, w13_EGD), _each(b2_ED, w13_EGD)
+        b13, b2 = (each_expert(bias, w13_EGD.shape[0]) for bias in (b13_EG, b2_ED))
 
         def compute(piece: Piece) -> None:
             e, size = piece.expert, piece.end - piece.first
@@ -274,7 +292,7 @@ class _Compute(torch.autograd.Function):
             _sums(factors.grad_h_RG, sizes, factors.b13_EG) if factors.b13_EG is not None and wanted[3] else None,
             _sums(factors.grad_RD, sizes, factors.b2_ED) if factors.b2_ED is not None and wanted[4] else None,
         )
-        if any(wanted[1:5]):
+        if any(wanted[1:5]) or not any(ctx.needs_input_grad[1:5]):
             ctx.factors = None
         return thread_grad, *found, None, None
 
@@ -301,14 +319,15 @@ def _follow_back(ctx: Any, gradients: Gradients, wanted: Sequence[bool]) -> _Fac
     grad_h_RG = _rows_like(rows_RD, w13_EGD.shape[1])(num)
     act_RF = _rows_like(rows_RD, w2_EDF.shape[2])(num)
     aligned, aligned_w13, aligned_w2 = align(rows_RD), align(w13_EGD), align(w2_EDF)
-    b13 = _each(b13_EG, w13_EGD)
+    aligned_grad, aligned_grad_h = align(grad_RD), align(grad_h_RG)
+    b13 = each_expert(b13_EG, w13_EGD.shape[0])
     _, needs_w13, needs_w2, *_ = ctx.needs_input_grad
     grads = (
         ExpertGradients(layout.rows_per_expert, grad_h_RG, rows_RD, w13_EGD) if needs_w13 else None,
         ExpertGradients(layout.rows_per_expert, grad_RD, act_RF, w2_EDF) if needs_w2 else None,
     )
     homeward = None
-    if ctx.needs_input_grad[0]:
+    if state.needs_x:
         grad_rows_RD = _rows_like(rows_RD, rows_RD.shape[1])(num)
         homeward = Homeward(passage, grad_rows_RD, passage.header("dispatch backward"))
 
@@ -320,10 +339,10 @@ def _follow_back(ctx: Any, gradients: Gradients, wanted: Sequence[bool]) -> _Fac
         else:
             h = grad_h  # whose place it takes, and which is written once it has been read
             expert_mm(aligned(rows_RD[piece.rows]), aligned_w13(w13_EGD[e]).t(), h, b13[e])
-        expert_mm(grad, aligned_w2(w2_EDF[e]), act)
+        expert_mm(aligned_grad(grad), aligned_w2(w2_EDF[e]), act)
         activation.backward(h, act, grad_h, act)
         if homeward is not None:
-            expert_mm(grad_h, aligned_w13(w13_EGD[e]), grad_rows_RD[piece.rows])
+            expert_mm(aligned_grad_h(grad_h), aligned_w13(w13_EGD[e]), grad_rows_RD[piece.rows])
         for grad_w in grads:
             if grad_w is not None:
                 grad_w.computed(piece)
@@ -338,10 +357,6 @@ def _follow_back(ctx: Any, gradients: Gradients, wanted: Sequence[bool]) -> _Fac
 
 def _rows_like(x: Tensor, width: int) -> Callable[[int], Tensor]:
     return lambda rows: warm_rows(rows, width, x.dtype, x.device)
-
-
-def _each(x_E: Tensor | None, w_E: Tensor) -> Sequence[Tensor | None]:
-    return [None] * w_E.shape[0] if x_E is None else x_E.unbind(0)
 
 
 def _sums(grad_RX: Tensor, rows_per_expert: tuple[int, ...], like_EX: Tensor | None) -> Tensor:

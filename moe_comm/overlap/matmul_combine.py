@@ -42,6 +42,7 @@ def matmul_combine(rows_RF: Tensor, w_EDF: Tensor, weights_TK: Tensor, passage: 
 
     Raises:
         InputError: something does not fit; on every rank if the dispatcher is checked.
+        RankMismatch: ranks differ in what they do, or in whether weights need a gradient; if it is checked.
         PeerDied, PeerTimeout: a rank is gone, or did not call in time.
     """
     layout = passage.layout
@@ -64,7 +65,7 @@ class _MatmulCombine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_RF: Tensor, w_EDF: Tensor, weights_TK: Tensor, passage: Passage) -> Tensor:
         results_RD = warm_rows(rows_RF.shape[0], w_EDF.shape[1], rows_RF.dtype, rows_RF.device)
-        homeward = Homeward(passage, results_RD, passage.begin("combine"))
+        homeward = Homeward(passage, results_RD, passage.begin("combine", ctx.needs_input_grad[2]))
         rows_RF = rows_RF.contiguous()
         aligned, aligned_w = align(rows_RF), align(w_EDF)
 
@@ -84,15 +85,15 @@ class _MatmulCombine(torch.autograd.Function):
         rows_RF, w_EDF, wide_TK, results_RD = ctx.saved_tensors
         passage: Passage = ctx.passage
         needs_rows, needs_w, _, _ = wanted_gradients(ctx)
-        arriving = Gradients(passage, grad_TD, wide_TK)
+        arriving = Gradients(passage, grad_TD, wide_TK, results_RD is not None)
         grad_rows_RF = torch.empty_like(rows_RF)
         weight = ExpertGradients(passage.layout.rows_per_expert, arriving.rows_RD, rows_RF, w_EDF) if needs_w else None
-        aligned_w = align(w_EDF)
+        aligned, aligned_w = align(arriving.rows_RD), align(w_EDF)
 
         def compute(piece: Piece) -> None:
             grad = arriving.scaled(piece, results_RD)
             if needs_rows:
-                expert_mm(grad, aligned_w(w_EDF[piece.expert]), grad_rows_RF[piece.rows])
+                expert_mm(aligned(grad), aligned_w(w_EDF[piece.expert]), grad_rows_RF[piece.rows])
             if weight is not None:
                 weight.computed(piece)
 
@@ -107,8 +108,8 @@ class _MatmulCombine(torch.autograd.Function):
 class Gradients(Outward):
     """Gradients of tokens on their way to the experts, where they are multiplied with the routing weights."""
 
-    def __init__(self, passage: Passage, grad_TD: Tensor, weights_TK: Tensor) -> None:
-        header = passage.begin("combine backward")
+    def __init__(self, passage: Passage, grad_TD: Tensor, weights_TK: Tensor, weights_grad: bool) -> None:
+        header = passage.begin("combine backward", weights_grad)
         self._passage, self._doing = passage, f"{describe(header)}, routing weights"
         self._scales = passage.start_out(weights_TK.reshape(-1)[passage.routes.slot_S], self._doing)
         self._weights_R: Tensor | None = None
@@ -123,18 +124,22 @@ class Gradients(Outward):
         Args:
             results_RD: of the experts, for the gradient of the routing weights; None: it is not wanted.
         """
-        if self._weights_R is None:
-            self._weights_R = self._scales()
         grad = self.rows_RD[piece.rows]
-        dots = scale_(grad, self._weights_R[piece.rows], None if results_RD is None else results_RD[piece.rows])
+        dots = scale_(grad, self._weights_at(piece.rows), None if results_RD is None else results_RD[piece.rows])
         if dots is not None:
             if self._dots_R is None:
                 self._dots_R = dots.new_empty(self.rows_RD.shape[0])
             self._dots_R[piece.rows] = dots
         return grad
 
+    def _weights_at(self, rows: slice) -> Tensor:
+        if self._weights_R is None:
+            self._weights_R = self._scales()
+        return self._weights_R[rows]
+
     def start_dots(self, results_RD: Tensor | None) -> Coming | None:
         """Begin to send the gradient of the routing weights home, [T, K] there; None if it is not wanted."""
+        self._weights_at(slice(0))  # taken in any case, as every rank does
         if results_RD is None:
             return None
         dots_R = results_RD.new_empty(0, dtype=self._passage.wide) if self._dots_R is None else self._dots_R

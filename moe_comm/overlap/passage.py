@@ -19,7 +19,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from moe_comm.dispatch.all_to_all import AllToAllDispatcher, Routes
+from moe_comm.dispatch.all_to_all import AllToAllDispatcher, Routes, to_slots
 from moe_comm.dispatch.autograd import dispatch_by
 from moe_comm.dispatch.base import Dispatched, Dispatcher, Layout
 from moe_comm.dispatch.channel import Coming
@@ -27,7 +27,7 @@ from moe_comm.dispatch.handshake import describe
 from moe_comm.dispatch.header import Header
 from moe_comm.dispatch.payload import bytes_per_row, pack, unpack
 from moe_comm.dispatch.sums import weighted_sum
-from moe_comm.errors import MoeCommError
+from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.cost import Work
 from moe_comm.overlap.crossing import Board, Crossing, Piece, travelling_rows
@@ -56,18 +56,34 @@ class Passage:
 
     @classmethod
     def open(
-        cls, dispatcher: AllToAllDispatcher, x_TD: Tensor, ids_TK: Tensor, overlap: Overlap, width: int, label: str
+        cls,
+        dispatcher: AllToAllDispatcher,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        overlap: Overlap,
+        *,
+        width: int,
+        weights_grad: bool = False,
+        label: str = "",
     ) -> Passage:
         """Agree on a dispatch with the other ranks, as ``Dispatcher.dispatch`` does; and on its chunks.
 
         Args:
             width: columns, beside those that travel, of the product that a transfer hides behind; alike on every rank.
+            weights_grad: the backward pass will send gradients of routing weights; compared between ranks.
 
         Raises:
+            ConfigError: the dispatcher's rows cannot cross in chunks, see ``overlaps``.
             InputError, RoutingError, RankMismatch: on every rank, before rows move.
             PeerDied, PeerTimeout: a rank is gone, or did not call in time.
         """
+        if not overlaps(dispatcher):
+            raise ConfigError(
+                f"only the dispatcher all_to_all overlaps, with payloads that carry their own scales; this is "
+                f"{dispatcher.name} with {dispatcher.options.payloads}"
+            )
         header = dispatcher.dispatch_header(x_TD, ids_TK, label)
+        header = replace(header, requires_grad=header.requires_grad + 2 * weights_grad)
         layout = dispatcher.agree(x_TD, ids_TK, header)
         rows_WE = layout.state.rows_WE
         payload = dispatcher.options.payloads.of("dispatch")
@@ -105,13 +121,13 @@ class Passage:
         found: Routes = self.layout.state
         return found
 
-    def header(self, op: str) -> Header:
+    def header(self, op: str, weights_grad: bool = False) -> Header:
         """Of an operation that follows from the one before without a caller in between: it needs no handshake."""
-        return self.dispatcher.header(op, self.layout, False)
+        return self.dispatcher.header(op, self.layout, weights_grad)
 
-    def begin(self, op: str) -> Header:
+    def begin(self, op: str, weights_grad: bool = False) -> Header:
         """The handshake of an operation, if checked."""
-        header = self.header(op)
+        header = self.header(op, weights_grad)
         self.dispatcher.agree_again(header, self.layout.device)
         return header
 
@@ -133,12 +149,7 @@ class Passage:
         leaving = values_R if routes.by_source_R is None else values_R[routes.by_source_R]
         coming = self.dispatcher.channel.start_all_to_all(leaving, routes.receive, routes.send, doing)
 
-        def to_slots(values_S: Tensor) -> Tensor:
-            flat = values_S.new_zeros(layout.num_tokens * layout.top_k)
-            flat[routes.slot_S] = values_S
-            return flat.view(layout.num_tokens, layout.top_k)
-
-        return coming.then(to_slots)
+        return coming.then(lambda values_S: to_slots(values_S, layout))
 
 
 class Outward:
@@ -240,7 +251,7 @@ def lead(crossing: Crossing, compute: Callable[[Piece], None], after: Callable[[
 
 
 def overlaps(dispatcher: Dispatcher) -> bool:
-    """Whether rows can cross in chunks: over torch.distributed, each with its own scales. Shared memory, which moves
-    rows at once by the cores that compute, has nothing to hide."""
+    """Whether rows can cross in chunks: with ``all_to_all``, each with its own scales. Shared memory, which moves rows
+    at once by the cores that compute, has nothing to hide."""
     payloads = dispatcher.options.payloads
     return type(dispatcher) is AllToAllDispatcher and payloads.invariant

@@ -29,13 +29,11 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from moe_comm.dispatch.channels import channel_of, group_size
-from moe_comm.dispatch.exchange import SharedChannel
 from moe_comm.errors import InputError
 from moe_comm.kernels.row_invariant import row_invariant_mm
 from moe_comm.kernels.wanted import wanted_gradients
-from moe_comm.overlap.chunked import Lines, Overlap, check_linear, exact_mm, ring_of, spans_of, without_autocast
+from moe_comm.overlap.chunked import Lines, Overlap, check_linear, exact_mm, without_autocast
 from moe_comm.overlap.cost import Work
-from moe_comm.overlap.tuning import CHUNKED, choose
 
 
 def matmul_swap(x_SD: Tensor, weight_ND: Tensor, group: ProcessGroup | None, overlap: Overlap | None = None) -> Tensor:
@@ -179,22 +177,6 @@ def _work(swap_first: bool, direction: str, rows: int, weight: Tensor, group: Pr
     return Work(operator, direction, rows, sent, other, weight.dtype, group_size(group))
 
 
-def _lines(work: Work, like: Tensor, group: ProcessGroup, overlap: Overlap) -> Lines:
-    channel = channel_of(group)
-    chunks = _chunks(work, channel, overlap, like.device)
-    doing = f"{work} by {chunks}"
-    channel.compare(doing, like)
-    return Lines(channel, ring_of(channel.rank, channel.world), spans_of(work.rows, chunks), doing)
-
-
-def _chunks(work: Work, channel: SharedChannel, overlap: Overlap, device: torch.device) -> int:
-    if overlap.chunks != "auto":
-        return overlap.chunks_for(work, channel, device)
-    choice = choose(work, channel, device)
-    # Where a linear layer would read its peers' rows in place there is nothing to hide a swap behind.
-    return choice.chunks if choice.backend == CHUNKED else 1
-
-
 def _send_columns(lines: Lines, x_SD: Tensor, b_DN: Tensor) -> Callable[[], Tensor]:
     """Begin to send each rank its columns of x @ b; the call returned gives this rank's of all rows, [W, S, N / W].
 
@@ -242,6 +224,11 @@ def _take_rows(lines: Lines, x_WSk: Tensor, out_SK: Tensor) -> Iterator[slice]:
             yield rows
 
     return arrivals()
+
+
+def _lines(work: Work, like: Tensor, group: ProcessGroup, overlap: Overlap) -> Lines:
+    """Every rank cuts all rows of its work, which are its own."""
+    return Lines.of(group, work, like, overlap, work.rows)
 
 
 class _WeightGradient:

@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from moe_comm.errors import MissingDependency
-from moe_comm.runtime.shared import native, warm
+from moe_comm.runtime.shared import native_is_built, warm
 
 Alloc = Callable[[int, int, torch.dtype, torch.device], Tensor]
 """(rows, width, dtype, device) to an uninitialised [rows, width] tensor; ``Dispatcher.empty_rows`` is one."""
 
 
-@lru_cache(maxsize=1)
-def _has_native() -> bool:
-    try:
-        native()
-    except MissingDependency:
-        return False
-    return True
-
-
 def warm_rows(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Uninitialised memory; on the CPU with its pages mapped, as faulting in fresh ones costs more than using them."""
-    if device.type == "cpu" and _has_native():
+    if device.type == "cpu" and native_is_built():
         return warm(rows, width, dtype)
     return torch.empty(rows, width, dtype=dtype, device=device)
 

@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from moe_comm.dispatch import DispatchOptions
+from moe_comm.dispatch.all_gather import AllGatherDispatcher
 from moe_comm.dispatch.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.capacity import Capacity
 from moe_comm.dispatch.payload import Payloads
-from moe_comm.errors import InputError, PeerDied, RankMismatch, RoutingError
+from moe_comm.errors import ConfigError, InputError, PeerDied, RankMismatch, RoutingError
 from moe_comm.kernels.activations import activation_of
 from moe_comm.layers.grouped_mlp import grouped_mlp
 from moe_comm.layers.moe import MoELayer
@@ -56,15 +57,17 @@ def _dispatcher(rank: int, world: int, experts: int, payloads: Payloads | None =
     return AllToAllDispatcher(ExpertPlacement.of(experts, world), group, rank, options)
 
 
-def _leaves(rank: int, local: int, ids: Tensor, dtype: torch.dtype, gated: bool = True) -> dict[str, Tensor]:
-    tokens, top_k = ids.shape
+def _leaves(
+    rank: int, local: int, ids: Tensor, dtype: torch.dtype, gated: bool = True, hidden: int = D, ffn: int = F
+) -> dict[str, Tensor]:
+    (tokens, top_k), wide = ids.shape, 2 * ffn if gated else ffn
     return {
-        "x": draw(tokens, D, seed=rank, dtype=dtype),
+        "x": draw(tokens, hidden, seed=rank, dtype=dtype),
         "weights": torch.softmax(draw(tokens, top_k, seed=20 + rank), -1),
-        "w13": draw(local, 2 * F if gated else F, D, seed=40 + rank, dtype=dtype),
-        "w2": draw(local, D, F, seed=60 + rank, dtype=dtype),
-        "b13": draw(local, 2 * F if gated else F, seed=80 + rank, dtype=dtype),
-        "b2": draw(local, D, seed=90 + rank, dtype=dtype),
+        "w13": draw(local, wide, hidden, seed=40 + rank, dtype=dtype),
+        "w2": draw(local, hidden, ffn, seed=60 + rank, dtype=dtype),
+        "b13": draw(local, wide, seed=80 + rank, dtype=dtype),
+        "b2": draw(local, hidden, seed=90 + rank, dtype=dtype),
     }
 
 
@@ -80,12 +83,12 @@ def _same(found: dict[str, Any], wanted: dict[str, Tensor], where: str) -> None:
         assert torch.equal(value, wanted[name]), f"{name} differs {where}"
 
 
-def _layer(rank: int, world: int, arg: tuple[str, torch.dtype, int, Payloads | None]) -> None:
-    kind, dtype, experts, payloads = arg
+def _layer(rank: int, world: int, arg: tuple[str, torch.dtype, int, Payloads | None, int, int]) -> None:
+    kind, dtype, experts, payloads, hidden, ffn = arg
     dispatcher = _dispatcher(rank, world, experts, payloads)
     ids = _routing(kind, rank, experts, min(3, experts))
-    leaves = _leaves(rank, len(dispatcher.local_experts), ids, dtype)
-    grad = draw(ids.shape[0], D, seed=99 + rank, dtype=dtype)
+    leaves = _leaves(rank, len(dispatcher.local_experts), ids, dtype, hidden=hidden, ffn=ffn)
+    grad = draw(ids.shape[0], hidden, seed=99 + rank, dtype=dtype)
 
     def serial(x: Tensor, weights: Tensor, **w: Tensor) -> Tensor:
         dispatched = dispatcher.dispatch(x, ids)
@@ -116,18 +119,19 @@ def test_the_layer_in_flight_has_the_bits_of_one_step_after_the_other(
     world: int, kind: str, request: pytest.FixtureRequest
 ) -> None:
     pool: RankPool = request.getfixturevalue(f"pool{world}")
-    pool.run(_layer, (kind, torch.float32, 7, None))
+    pool.run(_layer, (kind, torch.float32, 7, None, D, F))
 
 
 @pytest.mark.parametrize(
     "arg",
     [
-        ("random", torch.bfloat16, 4, None),
-        ("random", torch.float32, 2, None),
-        ("random", torch.float32, 1, None),
-        ("random", torch.float32, 6, Payloads("fp8_block", "bf16", "bf16", "fp8_token")),
+        ("random", torch.bfloat16, 4, None, D, F),
+        ("random", torch.float32, 2, None, D, F),
+        ("random", torch.float32, 1, None, D, F),
+        ("random", torch.float32, 6, Payloads("fp8_block", "bf16", "bf16", "fp8_token"), D, F),
+        ("random", torch.float32, 5, None, 20, 24),
     ],
-    ids=["bf16", "an expert a rank", "a rank without experts", "payloads"],
+    ids=["bf16", "an expert a rank", "a rank without experts", "payloads", "rows that begin within cache lines"],
 )
 def test_so_it_has_in_other_dtypes_placements_and_payloads(arg: Any, pool2: RankPool) -> None:
     pool2.run(_layer, arg)
@@ -212,6 +216,53 @@ def _bad(rank: int, world: int, what: str) -> str:
     except (InputError, RoutingError, RankMismatch) as error:
         return type(error).__name__
     return "nothing"
+
+
+def _disagree(rank: int, world: int, _: Any) -> None:
+    """Only one rank wants the gradient of its routing weights."""
+    dispatcher = _dispatcher(rank, world, 4)
+    ids = _routing("random", rank, 4, 2)
+    leaves = _leaves(rank, 2, ids, torch.float32)
+    weights = leaves["weights"].requires_grad_(rank == 0)
+    with pytest.raises(RankMismatch, match="requires_grad"):
+        ExpertFlight.begin(dispatcher, leaves["x"].requires_grad_(), ids, weights)
+
+
+def test_ranks_that_differ_in_the_gradients_they_want_get_an_error(pool2: RankPool) -> None:
+    pool2.run(_disagree, None)
+
+
+def _changed(rank: int, world: int, _: Any) -> None:
+    """Routing weights that their owner changes in place before backward do not reach it."""
+    dispatcher = _dispatcher(rank, world, 4)
+    ids = _routing("random", rank, 4, 2)
+    leaves = _leaves(rank, 2, ids, torch.float32)
+    grads = []
+    for factor in (1.0, 3.0):
+        x, weights = leaves["x"].clone().requires_grad_(), leaves["weights"].clone()
+        y = _overlapped(
+            dispatcher, ids, 2, False, x, weights, **{name: leaves[name] for name in ("w13", "w2", "b13", "b2")}
+        )
+        weights.mul_(factor)
+        y.backward(torch.ones_like(y))
+        grads.append(x.grad)
+    assert torch.equal(grads[0], grads[1])
+
+
+def test_routing_weights_are_those_of_forward(pool2: RankPool) -> None:
+    pool2.run(_changed, None)
+
+
+def _other_dispatcher(rank: int, world: int, _: Any) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    dispatcher = AllGatherDispatcher(ExpertPlacement.of(4, world), group, rank)
+    with pytest.raises(ConfigError, match="only the dispatcher all_to_all overlaps"):
+        first.dispatch_matmul(dispatcher, torch.zeros(3, D), torch.zeros(3, 1, dtype=torch.int64), torch.zeros(2, F, D))
+
+
+def test_a_dispatcher_that_cannot_overlap_is_refused(pool2: RankPool) -> None:
+    pool2.run(_other_dispatcher, None)
 
 
 @pytest.mark.parametrize(

@@ -127,11 +127,12 @@ class SymmetricMemory:
             RankMismatch: ranks differ, on GPUs if collectives are checked; on CPUs ``finish`` says so.
         """
         self.check()
+        if self.device.type == "cuda" and self.channel is not None:
+            # Before it may grow, which is collective: ranks in different calls would meet there.
+            self.channel.compare(doing, torch.empty(0, device=self.device))
         if self._block is None or self._block.data_bytes < data_bytes or self._block.flags < flags:
             self._grow(data_bytes, flags, doing)
         assert self._block is not None
-        if self.device.type == "cuda" and self.channel is not None:
-            self.channel.compare(doing, self.peers_W)
         self._number += 1
         half = self._number % 2
         header = self._header_words()
