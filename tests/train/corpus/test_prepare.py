@@ -128,13 +128,14 @@ def test_tokenising_in_parallel_gives_the_same_bytes(
     documents = [*texts(60, seed=4), "long " * 300, *texts(10, seed=5)]
     tokenizer = BYTES if kind == "bytes" else train_bpe(documents, 300)
     source = SourceSpec(str(write_jsonl(tmp_path / "d.jsonl", documents)))
+    before = set(multiprocessing.active_children())
     folders = [prepare(source, tokenizer, tmp_path / f"by{workers}", workers) for workers in (1, 2)]
     assert folders[0].name == folders[1].name
     names = sorted(p.relative_to(folders[0]).as_posix() for p in folders[0].rglob("*") if p.is_file())
     assert "tokens.bin" in names and "meta.json" in names
     for name in names:
         assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes(), name
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_a_process_that_may_have_no_children_tokenises_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
