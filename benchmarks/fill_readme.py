@@ -3,8 +3,8 @@
     python benchmarks/fill_readme.py benchmarks/results/cpu-amd-epyc-avx2
 
 The folder holds dispatch-2-ranks.json, dispatch-4-ranks.json, small.json, layer-comm.json, layer-compute.json,
-train-comm.json, train-compute.json, overlap.json, overlap-free.json (--no-deterministic) overlap-rows.json
-(--sweep) and hierarchical.json, as ``moe-comm bench`` writes them, and parity.json, as ``moe-comm parity`` does.
+train-comm.json, train-compute.json, overlap.json, overlap-layer.json, overlap-rows.json
+and hierarchical.json, as ``moe-comm bench`` writes them, and parity.json, as ``moe-comm parity`` does.
 """
 
 from __future__ import annotations
@@ -148,23 +148,16 @@ def parity_block(folder: Path) -> str:
 
 def overlap_block(folder: Path) -> str:
     """What the fused operators hide, and what becomes of whole layers."""
-    found, free, rows = (load(folder, name) for name in ("overlap", "overlap-free", "overlap-rows"))
+    found, layers, rows = (load(folder, name) for name in ("overlap", "overlap-layer", "overlap-rows"))
     lines = [
         "| operator | communication / compute asked for (measured) | compute, ms | communication, ms "
-        "| one after the other, ms | overlapped, ms | hidden | hidden, not deterministic |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| one after the other, ms | overlapped, ms | hidden |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
-    freely = {(one["op"], one["direction"], one["ratio"]): one["hidden"] for one in free["results"]}
     for one in found["results"]:
         times = " | ".join(f"{one[f'{name}_ms']:.0f}" for name in ("compute", "comm", "serial", "overlapped"))
-        name = f"`{one['op']}`, {one['direction']}"
-        other = freely.get((one["op"], one["direction"], one["ratio"]))
-        # Experts' weight gradients are the same in both modes.
-        linear = one["op"] in ("gather_matmul", "matmul_scatter") and one["direction"] == "backward"
-        shown = f"{other:.2f}" if linear and other is not None else ""
-        lines.append(
-            f"| {name} | {one['ratio']:g} ({one['ratio_measured']:.2f}) | {times} | {one['hidden']:.2f} | {shown} |"
-        )
+        ratio = f"{one['ratio']:g} ({one['ratio_measured']:.2f})"
+        lines.append(f"| `{one['op']}`, {one['direction']} | {ratio} | {times} | {one['hidden']:.2f} |")
     s, swept, slow = found["settings"], rows["settings"]["rows"], rows["slowest_case"]
     lines += [
         "",
@@ -182,11 +175,12 @@ def overlap_block(folder: Path) -> str:
         "| overlapped, ms | faster | Hugging Face's EP, ms | faster | hidden |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for one in found["layer"]:
+    for one in layers["layer"]:
         times = [f"{one[f'{name}_ms']:.0f}" for name in ("compute", "comm", "serial", "overlapped")]
         hf = f"{one['hf_ep_ms']:.0f} | {one['speedup_vs_hf_ep']:.2f}x" if "hf_ep_ms" in one else "- | -"
         gains = f"{one['speedup_vs_serial']:.2f}x | {hf} | {one['hidden']:.2f}"
         lines.append(f"| F {one['ffn']} | {' | '.join(times)} | {gains} |")
+    s = layers["settings"]
     experts = f"{s['experts']} experts" if s["experts"] else "8 experts a rank"
     lines += [
         "",
