@@ -350,12 +350,12 @@ def as_run(chunks: int, work: Work, rates: Rates) -> Choice:
 def _agreed(work: Work, channel: Channel, known: _Known, device: torch.device) -> Choice:
     """The first rank's choice."""
     rates = rates_of(channel, work.dtype, device)
-    choice = None
-    if channel.rank == 0:  # whose choice counts
+    choice = Choice(CHUNKED, 1)
+    if channel.rank == 0:  # the others' is not heard
         if _state.store is None:
             _state.store = load_store(_state.folder or cache_folder())
-        choice = _state.store.find(work, place_of(channel, rates, device))
-    choice = choice or as_run(cheapest(work, rates), work, rates)
+        found = _state.store.find(work, place_of(channel, rates, device))
+        choice = found or as_run(cheapest(work, rates), work, rates)
     raw = json.dumps(asdict(choice)).encode().ljust(TEXT_BYTES)
     said = torch.tensor([digest(work), *raw])
     told = channel.all_gather(said.to(channel.control_device), f"choosing chunks for {work}").cpu()
