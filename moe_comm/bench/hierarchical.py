@@ -15,7 +15,6 @@ has headers, handshakes and lost packets too.
 
 from __future__ import annotations
 
-import gc
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,9 +34,9 @@ from moe_comm.bench.case import (
     make_ids,
     require,
 )
-from moe_comm.bench.clock import Clock, summarise, sync_group
 from moe_comm.bench.host_ranks import measure_links, run_on_hosts
 from moe_comm.bench.hosts import INTERFACE, Hosts
+from moe_comm.bench.race import race
 from moe_comm.bench.ranks import on_ranks
 from moe_comm.bench.settings import Shape
 from moe_comm.dispatch import Dispatcher, DispatchOptions, Traffic, make_dispatcher
@@ -151,21 +150,8 @@ def run(bench: HierarchicalBench, threads: int) -> list[dict[str, Any]]:
     contestants = [_Contestant(name, bench, case) for name in CONTESTANTS]
     for contestant in contestants:
         contestant.check(bench.shape)
-    clock = Clock(sync_group)
-    gc.disable()
-    try:
-        for turn in range(bench.warmup + bench.rounds):
-            if turn == bench.warmup:
-                clock.clear()
-            shift = turn % len(contestants)
-            for one in contestants[shift:] + contestants[:shift]:
-                clock.measure(one.name, ("forward", one.forward), ("backward", one.backward))
-            gc.collect()
-    finally:
-        gc.enable()
-    every: list[Any] = [None] * bench.world
-    dist.all_gather_object(every, dict(clock.times))
-    stats = summarise(every)
+    parts = {one.name: (("forward", one.forward), ("backward", one.backward)) for one in contestants}
+    stats = race(parts, bench.warmup, bench.rounds)
     counted = _counted(bench)
     results = []
     for one in contestants:

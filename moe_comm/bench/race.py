@@ -20,6 +20,10 @@ Phases = tuple[tuple[str, Callable[[], Any]], ...]
 """Names and what to do, one after the other."""
 
 
+Rounds = list[dict[tuple[str, str], list[float]]]
+"""By rank: seconds of every round, by (part, phase)."""
+
+
 def race(
     parts: Mapping[str, Phases],
     warmup: int,
@@ -28,7 +32,19 @@ def race(
     seconds: float = 0.0,
     after: Callable[[str], None] = lambda name: None,
 ) -> dict[tuple[str, str], Stats]:
-    """Milliseconds by (part, phase), of the slowest rank in each round. Collective over the default group.
+    """``take_turns``, summarised: milliseconds by (part, phase), of the slowest rank in each round."""
+    return summarise(take_turns(parts, warmup, rounds, seconds=seconds, after=after))
+
+
+def take_turns(
+    parts: Mapping[str, Phases],
+    warmup: int,
+    rounds: int,
+    *,
+    seconds: float = 0.0,
+    after: Callable[[str], None] = lambda name: None,
+) -> Rounds:
+    """What every rank measured, on every rank. Collective over the default group.
 
     Several phases of a part also give its ``total``. Each round begins with another part.
 
@@ -62,4 +78,4 @@ def race(
         gc.enable()
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, dict(clock.times))
-    return summarise(every)
+    return every

@@ -8,7 +8,6 @@ trusted with where nothing was measured.
 
 from __future__ import annotations
 
-import gc
 import itertools
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -21,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_comm.bench import machine, report
-from moe_comm.bench.clock import Clock, sync_group
 from moe_comm.bench.host_ranks import run_on_hosts
 from moe_comm.bench.hosts import Hosts
+from moe_comm.bench.race import take_turns
 from moe_comm.bench.ranks import on_ranks
 from moe_comm.bench.settings import DTYPES
 from moe_comm.bench.tune_cases import CASES, Case, Ground
@@ -143,21 +142,7 @@ def _call(case: Case, direction: str, overlap: Overlap) -> Callable[[], Any]:
 
 def race(parts: dict[str, Callable[[], Any]], warmup: int, rounds: int) -> dict[str, list[float]]:
     """Milliseconds of the slowest rank, of each part in each round; they take turns. Collective."""
-    clock = Clock(sync_group)
-    order = list(parts.items())
-    gc.disable()
-    try:
-        for turn in range(warmup + rounds):
-            if turn == warmup:
-                clock.clear()
-            shift = turn % len(order)
-            for name, work in order[shift:] + order[:shift]:
-                clock.measure(name, ("total", work))
-            gc.collect()
-    finally:
-        gc.enable()
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, dict(clock.times))
+    every = take_turns({name: (("total", work),) for name, work in parts.items()}, warmup, rounds)
     return {
         name: [max(ranks) * 1e3 for ranks in zip(*(own[name, "total"] for own in every), strict=True)] for name in parts
     }

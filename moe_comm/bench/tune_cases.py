@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,7 +55,7 @@ class Ground:
         return torch.randn(*shape, generator=generator).to(self.dtype).requires_grad_()
 
 
-class Case:
+class Case(ABC):
     """One operator. ``rows`` of each rank; ``sent`` columns travel, ``other`` do not."""
 
     operator: ClassVar[str]
@@ -77,9 +78,9 @@ class Case:
         rows *= world if self.groups == 1 else 1
         return Work(self.operator, direction, rows, self.sent, self.other, self.ground.dtype, world, self.groups)
 
+    @abstractmethod
     def prepare(self, overlap: Overlap) -> Callable[[], Tensor]:
         """The forward pass. Collective."""
-        raise NotImplementedError
 
 
 class GatherMatmul(Case):

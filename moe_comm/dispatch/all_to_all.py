@@ -31,7 +31,7 @@ from moe_comm.dispatch import plain
 from moe_comm.dispatch.base import Dispatcher, DispatchOptions, Layout
 from moe_comm.dispatch.channel import Channel
 from moe_comm.dispatch.group_scales import Groups, decode_groups, encode_groups
-from moe_comm.dispatch.handshake import Counts, Handshake, Words, describe, digest, meet
+from moe_comm.dispatch.handshake import Counts, Handshake, Words, describe, meet, settings_of
 from moe_comm.dispatch.header import Header
 from moe_comm.dispatch.payload import Payload, pack, unpack
 from moe_comm.dispatch.sums import scale_, weighted_sum
@@ -79,15 +79,7 @@ class AllToAllDispatcher(Dispatcher):
     ) -> None:
         super().__init__(placement, group, rank, options)
         self.channel = Channel(group, rank, self.world, self.options.timeout_s)
-        same = {
-            "backend": digest(self.name),
-            "number of experts": placement.num_experts,
-            "experts per rank": digest(placement.experts_per_rank),
-            "deterministic": int(self.options.deterministic),
-            "checked": int(self.options.checked),
-            "payloads": digest(self.options.payloads),
-        }
-        meet(self.channel, group, f"the {self.name} dispatcher", same)
+        meet(self.channel, group, f"the {self.name} dispatcher", settings_of(self))
         self._handshake = Handshake(self.channel, placement)
 
     def _routing_fault(self, ids_TK: Tensor) -> RoutingError | None:

@@ -83,7 +83,7 @@ def channel_of(group: ProcessGroup) -> SharedChannel:
         rank = dist.get_rank(group)
         if rank < 0:
             raise ConfigError("this process is not a rank of the group that it was given")
-        for other in [other for other in _state.channels if not _alive(other)]:
+        for other in [other for other in _state.channels if not alive(other)]:
             del _state.channels[other]  # or destroyed groups would never be freed
         channel = SharedChannel(group, rank, dist.get_world_size(group), _state.options.timeout_s)
         _configure(channel, _state.options)
@@ -106,7 +106,8 @@ def _share(channel: SharedChannel, group: ProcessGroup) -> None:
         )
 
 
-def _alive(group: ProcessGroup) -> bool:
+def alive(group: ProcessGroup) -> bool:
+    """Whether ``group`` has not been destroyed."""
     try:
         dist.get_process_group_ranks(group)
     except (KeyError, ValueError):

@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.dispatch import header as head
 from moe_comm.dispatch import peers, plain
-from moe_comm.dispatch.base import INVALID_LOGITS, routing_error
+from moe_comm.dispatch.base import INVALID_LOGITS, Dispatcher, routing_error
 from moe_comm.dispatch.channel import Channel
 from moe_comm.dispatch.header import FAULTS, Header, check, fault_word
 from moe_comm.errors import ConfigError, MoeCommError, RankMismatch, RoutingError
@@ -99,6 +99,19 @@ def meet(
                 f"ranks disagree on {name} when building {what}: {given}. Every rank of a group must build it alike."
             )
     return found
+
+
+def settings_of(dispatcher: Dispatcher) -> dict[str, int]:
+    """What must be equal on all ranks that build a dispatcher."""
+    options, placement = dispatcher.options, dispatcher.placement
+    return {
+        "backend": digest(dispatcher.name),
+        "number of experts": placement.num_experts,
+        "experts per rank": digest(placement.experts_per_rank),
+        "deterministic": int(options.deterministic),
+        "checked": int(options.checked),
+        "payloads": digest(options.payloads),
+    }
 
 
 @dataclass(frozen=True)

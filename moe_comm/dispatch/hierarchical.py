@@ -38,7 +38,7 @@ from torch.distributed import ProcessGroup
 from moe_comm.dispatch.base import Dispatcher, DispatchOptions, Layout
 from moe_comm.dispatch.channel import Channel
 from moe_comm.dispatch.group_scales import Groups, decode_groups, encode_groups
-from moe_comm.dispatch.handshake import Counts, Handshake, describe, digest, meet
+from moe_comm.dispatch.handshake import Counts, Handshake, describe, digest, meet, settings_of
 from moe_comm.dispatch.header import Header
 from moe_comm.dispatch.inside_host import InsideHost, InsideLayout
 from moe_comm.dispatch.payload import Payload, pack, unpack
@@ -107,15 +107,7 @@ class HierarchicalDispatcher(Dispatcher):
         fault = None
         if hosts is not None and len(hosts) != self.world:
             fault = ConfigError(f"hosts must have a number for each of the {self.world} ranks; got {len(hosts)}")
-        same = {
-            "backend": digest(self.name),
-            "number of experts": placement.num_experts,
-            "experts per rank": digest(placement.experts_per_rank),
-            "deterministic": int(self.options.deterministic),
-            "checked": int(self.options.checked),
-            "payloads": digest(self.options.payloads),
-            "hosts": digest(None if hosts is None else tuple(hosts)),
-        }
+        same = settings_of(self) | {"hosts": digest(None if hosts is None else tuple(hosts))}
         told = {"host": host_word(), "native": int(native_is_built())}
         found = meet(self.channel, group, f"the {self.name} dispatcher", same, told, fault)
         self.hosts = HostMap.of(found["host"] if hosts is None else hosts)

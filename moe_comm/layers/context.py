@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_comm.errors import ConfigError, InputError
-from moe_comm.layers.autocast import cast_parameter, compute_dtype
+from moe_comm.kernels.autocast import cast_parameter, compute_dtype
 from moe_comm.layers.collectives import check_cut, group_size, swap_dims
 from moe_comm.layers.config import Context
 from moe_comm.layers.recompute import again

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.activations import Activation, activation_of
-from moe_comm.layers.autocast import cast_parameter, compute_dtype
+from moe_comm.kernels.autocast import cast_parameter, compute_dtype
 from moe_comm.layers.grouped_mlp import grouped_mlp
 from moe_comm.layers.moe_call import Flight
 from moe_comm.overlap.experts import MLPWeights

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_comm.errors import ConfigError, InputError
-from moe_comm.layers.autocast import cast_parameter, compute_dtype
+from moe_comm.kernels.autocast import cast_parameter, compute_dtype
 from moe_comm.layers.collectives import check_cut, copy_to, gather_dim, group_rank, group_size, scatter_sum, sum_over
 from moe_comm.layers.recompute import again
 from moe_comm.overlap.chunked import Overlap

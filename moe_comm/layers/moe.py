@@ -34,7 +34,7 @@ from moe_comm.dispatch.capacity import Capacity, apply_capacity
 from moe_comm.dispatch.channel import Channel
 from moe_comm.dispatch.deferred import DeferredDispatcher
 from moe_comm.errors import ConfigError, InputError
-from moe_comm.layers.autocast import compute_dtype
+from moe_comm.kernels.autocast import compute_dtype
 from moe_comm.layers.collectives import channel_of, gather_values, group_rank
 from moe_comm.layers.experts import Experts, Part
 from moe_comm.layers.linear import ParallelModule

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_comm.dispatch.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.base import Dispatched, Dispatcher, Layout
-from moe_comm.layers.autocast import compute_dtype
+from moe_comm.kernels.autocast import compute_dtype
 from moe_comm.layers.grouped_mlp import grouped_mlp
 from moe_comm.layers.losses import attach_loss
 from moe_comm.layers.router import Routing

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from moe_comm.layers.autocast import without_autocast
+from moe_comm.kernels.autocast import without_autocast
 from moe_comm.layers.collectives import channel_of, group_rank, group_size
 from moe_comm.layers.pieces import Chunk, Gradients, Piece, State, plan
 from moe_comm.layers.sequence import Documents, chunks_of

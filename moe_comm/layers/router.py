@@ -25,9 +25,9 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.dispatch import DROPPED, INVALID_LOGITS
 from moe_comm.errors import ConfigError, InputError
+from moe_comm.kernels.autocast import without_autocast
 from moe_comm.kernels.pointwise import sigmoid
 from moe_comm.kernels.row_invariant import row_invariant_linear
-from moe_comm.layers.autocast import without_autocast
 from moe_comm.layers.losses import (
     expert_counts,
     global_counts,

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe_comm.layers.autocast import without_autocast
+from moe_comm.kernels.autocast import without_autocast
 from moe_comm.layers.collectives import channel_of, group_rank
 from moe_comm.layers.pieces import Gradients, State
 from moe_comm.layers.ring import RingSpec, halves, pack, passing, unpack

@@ -32,6 +32,7 @@ from moe_comm.dispatch.channels import channel_of
 from moe_comm.dispatch.exchange import SharedChannel
 from moe_comm.dispatch.plain import added_in_order
 from moe_comm.errors import InputError
+from moe_comm.kernels.autocast import without_autocast
 from moe_comm.kernels.row_invariant import TILE, row_invariant_mm
 from moe_comm.overlap.cost import Work
 from moe_comm.overlap.ring import Ring
@@ -279,13 +280,8 @@ class WeightGradient:
         return (known_TA.t(), arrived_TB) if self._known_is_grad else (arrived_TB.t(), known_TA)
 
 
-def without_autocast(x: Tensor) -> torch.autocast:
-    """The operators compute in the dtype they are given: chunks in another one would differ from the rest."""
-    return torch.autocast(x.device.type, enabled=False)
-
-
 def exact_mm(a_MK: Tensor, b_KN: Tensor) -> Tensor:
-    """a @ b in their own dtype."""
+    """a @ b in their own dtype: chunks in another one would differ from the rest."""
     with without_autocast(a_MK):
         return torch.mm(a_MK, b_KN)
 

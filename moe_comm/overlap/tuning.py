@@ -47,16 +47,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Choice:
-    """How to run an operator. programs: thread blocks for communication, of backends that have them."""
+    """How to run an operator."""
 
     backend: str = CHUNKED
     chunks: int = 1
-    programs: int | None = None
 
     def __str__(self) -> str:
         chunks = "1 chunk" if self.chunks == 1 else f"{self.chunks} chunks"
-        how = {CHUNKED: chunks, SHARED: "in place"}.get(self.backend, f"{self.backend}, {chunks}")
-        return how + (f", {self.programs} programs" if self.programs is not None else "")
+        return {CHUNKED: chunks, SHARED: "in place"}.get(self.backend, f"{self.backend}, {chunks}")
 
 
 @dataclass(frozen=True)
@@ -128,7 +126,6 @@ class Measured:
                 choice=_rebuilt(
                     Choice,
                     one["choice"],
-                    programs=None if one["choice"]["programs"] is None else int(one["choice"]["programs"]),
                 ),
             )
             for one in raw["tried"]

@@ -30,9 +30,10 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.dispatch.channels import channel_of, group_size
 from moe_comm.errors import InputError
+from moe_comm.kernels.autocast import without_autocast
 from moe_comm.kernels.row_invariant import row_invariant_mm
 from moe_comm.kernels.wanted import wanted_gradients
-from moe_comm.overlap.chunked import Lines, Overlap, check_linear, exact_mm, without_autocast
+from moe_comm.overlap.chunked import Lines, Overlap, check_linear, exact_mm
 from moe_comm.overlap.cost import Work
 
 

@@ -19,6 +19,7 @@ from moe_comm.overlap.gather_matmul import reference as gather_reference
 from moe_comm.overlap.matmul_scatter import matmul_scatter
 from moe_comm.overlap.matmul_scatter import reference as scatter_reference
 from tests.layers.reference import draw
+from tests.overlap.common import BOTH, Found, assert_near, in_every_way
 from tests.pool import RankPool
 
 OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
@@ -27,7 +28,6 @@ OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 }
 SHAPES = [(64, 32, 48), (37, 24, 7), (5, 3, 2), (1, 16, 16), (0, 4, 3), (RANK_BY_RANK, 8, 4)]
 """(rows of a rank, inner width, outputs)"""
-BOTH = (CollectiveOptions(), CollectiveOptions(shared_memory=False, checked=True))
 
 
 def _inputs(name: str, rank: int, world: int, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -61,26 +61,11 @@ def _run(
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Output and gradients for every choice of transport, chunks and determinism; checks what must be equal bits."""
     name, shape, dtype = arg
-    operator, reference = OPERATORS[name]
-    group = dist.group.WORLD
-    results = []
-    try:
-        for options in BOTH:
-            configure_collectives(options)
-            for overlap in (*(Overlap(chunks, 1) for chunks in (1, 2, 3, 16)), Overlap(2, 1, deterministic=False)):
-                x, w = (t.requires_grad_() for t in _inputs(name, rank, world, shape, dtype))
-                y = operator(x, w, group, overlap)
-                y.backward(_grad(name, rank, world, shape, dtype))
-                assert x.grad is not None
-                assert w.grad is not None
-                assert torch.equal(y.detach(), reference(x.detach(), w.detach(), group))
-                results.append((y.detach(), x.grad, w.grad))
-                assert torch.equal(x.grad, results[0][1])
-                if overlap.deterministic:
-                    assert torch.equal(w.grad, results[0][2])
-    finally:
-        configure_collectives(CollectiveOptions())
-    return results
+
+    def inputs() -> Found:
+        return *_inputs(name, rank, world, shape, dtype), _grad(name, rank, world, shape, dtype)
+
+    return in_every_way(*OPERATORS[name], inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -92,12 +77,7 @@ def test_output_and_gradients_have_the_bits_of_one_step_after_the_other(
 ) -> None:
     pool: RankPool = request.getfixturevalue(f"pool{world}")
     wholes = _whole(name, world, shape)
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
-    for results, whole in zip(pool.run(_run, (name, shape, dtype)), wholes, strict=True):
-        for found in results:
-            for ours, exact in zip(found, whole, strict=True):
-                scale = float(exact.abs().max()) if exact.numel() else 0.0
-                torch.testing.assert_close(ours.double(), exact, rtol=0, atol=tolerance * max(scale, 1.0))
+    assert_near(pool.run(_run, (name, shape, dtype)), wholes, dtype)
 
 
 @pytest.mark.parametrize("name", OPERATORS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from moe_comm.overlap import ulysses
 from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.ulysses import matmul_swap, matmul_swap_reference, swap_matmul, swap_matmul_reference
 from tests.layers.reference import draw
+from tests.overlap.common import BOTH, assert_near, in_every_way
 from tests.pool import RankPool
 
 OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
@@ -27,8 +29,6 @@ OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 }
 SHAPES = [(64, 32, 48), (37, 24, 7), (5, 3, 2), (1, 16, 16), (0, 4, 3)]
 """(rows of a rank, columns that do not travel, columns of one rank that do)"""
-BOTH = (CollectiveOptions(), CollectiveOptions(shared_memory=False, checked=True))
-OVERLAPS = (*(Overlap(chunks, 1) for chunks in (1, 2, 3, 16)), Overlap(2, 1, deterministic=False))
 Shape = tuple[int, int, int]
 
 
@@ -69,26 +69,7 @@ def _whole(name: str, world: int, shape: Shape) -> list[tuple[Tensor, Tensor, Te
 def _run(rank: int, world: int, arg: tuple[str, Shape, torch.dtype]) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Output and gradients for every choice of transport, chunks and determinism; checks what must be equal bits."""
     name, shape, dtype = arg
-    operator, reference = OPERATORS[name]
-    group = dist.group.WORLD
-    results = []
-    try:
-        for options in BOTH:
-            configure_collectives(options)
-            for overlap in OVERLAPS:
-                x, w, grad = _inputs(name, rank, world, shape, dtype)
-                y = operator(x.requires_grad_(), w.requires_grad_(), group, overlap)
-                y.backward(grad)
-                assert x.grad is not None
-                assert w.grad is not None
-                assert torch.equal(y.detach(), reference(x.detach(), w.detach(), group))
-                results.append((y.detach(), x.grad, w.grad))
-                assert torch.equal(x.grad, results[0][1])
-                if overlap.deterministic:
-                    assert torch.equal(w.grad, results[0][2])
-    finally:
-        configure_collectives(CollectiveOptions())
-    return results
+    return in_every_way(*OPERATORS[name], partial(_inputs, name, rank, world, shape, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -100,12 +81,7 @@ def test_output_and_gradients_have_the_bits_of_one_step_after_the_other(
 ) -> None:
     pool: RankPool = request.getfixturevalue(f"pool{world}")
     wholes = _whole(name, world, shape)
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
-    for results, whole in zip(pool.run(_run, (name, shape, dtype)), wholes, strict=True):
-        for found in results:
-            for ours, exact in zip(found, whole, strict=True):
-                scale = float(exact.abs().max()) if exact.numel() else 0.0
-                torch.testing.assert_close(ours.double(), exact, rtol=0, atol=tolerance * max(scale, 1.0))
+    assert_near(pool.run(_run, (name, shape, dtype)), wholes, dtype)
 
 
 @pytest.mark.parametrize("name", OPERATORS)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.integrations.hugging_face.families import ExpertsLayout
-from moe_comm.layers.autocast import compute_dtype, without_autocast
+from moe_comm.kernels.autocast import compute_dtype, without_autocast
 from moe_comm.layers.grouped_mlp import grouped_mlp
 from moe_comm.overlap.experts import MLPWeights
 from moe_comm.runtime.memory import Alloc

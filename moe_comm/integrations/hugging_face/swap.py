@@ -28,7 +28,7 @@ from moe_comm.dispatch.base import INVALID_LOGITS
 from moe_comm.errors import ConfigError, UnsupportedModel
 from moe_comm.integrations.hugging_face.compute import expert_input, mlp_weights
 from moe_comm.integrations.hugging_face.families import ExpertsLayout, find_experts
-from moe_comm.layers.autocast import without_autocast
+from moe_comm.kernels.autocast import without_autocast
 from moe_comm.layers.moe_call import begin_flight
 from moe_comm.overlap.chunked import Overlap
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm.dispatch.channels import channel_of, group_rank, group_size
+from moe_comm.dispatch.channels import alive, channel_of, group_rank, group_size
 from moe_comm.dispatch.exchange import SharedChannel
 from moe_comm.dispatch.handshake import digest
 from moe_comm.dispatch.header import other_collective
@@ -325,6 +325,8 @@ def memory_of(group: ProcessGroup | None, device: torch.device) -> SymmetricMemo
     """
     memory = _made.get((group, device))
     if memory is None:
+        for other in {other for other, _ in _made if other is not None and not alive(other)}:
+            forget(other)  # or what destroyed groups have mapped would stay
         memory = _made[group, device] = SymmetricMemory(group, device)
     return memory
 

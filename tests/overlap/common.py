@@ -1,0 +1,58 @@
+"""What the tests of all operators for linear layers have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_comm.dispatch.channels import CollectiveOptions, configure_collectives
+from moe_comm.overlap.chunked import Overlap
+
+BOTH = (CollectiveOptions(), CollectiveOptions(shared_memory=False, checked=True))
+"""Through shared memory, and over the backend."""
+OVERLAPS = (*(Overlap(chunks, 1) for chunks in (1, 2, 3, 16)), Overlap(2, 1, deterministic=False))
+
+Found = tuple[Tensor, Tensor, Tensor]
+"""Output, gradient of x, gradient of the weight."""
+
+
+def in_every_way(
+    operator: Callable[..., Tensor], reference: Callable[..., Tensor], inputs: Callable[[], Found]
+) -> list[Found]:
+    """Output and gradients for every choice of transport, chunks and determinism; checks what must be equal bits.
+
+    Args:
+        inputs: fresh x, weight and gradient of the output, the same every time.
+    """
+    results: list[Found] = []
+    group = dist.group.WORLD
+    try:
+        for options in BOTH:
+            configure_collectives(options)
+            for overlap in OVERLAPS:
+                x, w, grad = inputs()
+                y = operator(x.requires_grad_(), w.requires_grad_(), group, overlap)
+                y.backward(grad)
+                assert x.grad is not None
+                assert w.grad is not None
+                assert torch.equal(y.detach(), reference(x.detach(), w.detach(), group))
+                results.append((y.detach(), x.grad, w.grad))
+                assert torch.equal(x.grad, results[0][1])
+                if overlap.deterministic:
+                    assert torch.equal(w.grad, results[0][2])
+    finally:
+        configure_collectives(CollectiveOptions())
+    return results
+
+
+def assert_near(ranks: Iterable[list[Found]], wholes: Iterable[Found], dtype: torch.dtype) -> None:
+    """Every rank's results in every way against one process's in float64."""
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
+    for results, whole in zip(ranks, wholes, strict=True):
+        for found in results:
+            for ours, exact in zip(found, whole, strict=True):
+                scale = float(exact.abs().max()) if exact.numel() else 0.0
+                torch.testing.assert_close(ours.double(), exact, rtol=0, atol=tolerance * max(scale, 1.0))
