@@ -1,8 +1,8 @@
 """One expert's matrix product into a given place: the same bits for a row whichever rows of the expert come with it.
 
 BLAS adds in another order for fewer than ``FEW`` rows (a vector-matrix product), and at odd addresses. So few rows are
-padded, and what does not stand on a cache line is copied. Sizes that are no multiple of 16 still depend on the number
-of rows with some libraries; ``row_invariant.py`` rounds all of them up, at the price of copies.
+padded, and what does not stand on a cache line is copied. Widths that are no multiple of 16 are left to
+``row_invariant.py``, which rounds everything up, at the price of copies.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from moe_comm.kernels.row_invariant import TILE, row_invariant_mm
 
 ALIGNMENT = 64
 FEW = 4
@@ -30,9 +32,13 @@ def each_expert(x_E: Tensor | None, num_experts: int) -> Sequence[Tensor | None]
 
 
 def expert_mm(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None = None) -> None:
-    """out = a @ b + bias. ``a`` and ``b`` are aligned. The same bits for a row of ``a`` for every M."""
+    """out = a @ b + bias. ``a`` and ``b`` are aligned. On CPUs the same bits for a row of ``a`` for every M."""
     rows = a_MK.shape[0]
-    if rows < FEW:
+    if a_MK.device.type == "cpu" and (a_MK.shape[1] % TILE or out_MN.shape[1] % TILE):
+        row_invariant_mm(a_MK, b_KN, out_MN)
+        if bias_N is not None:
+            out_MN.add_(bias_N)
+    elif rows < FEW:
         padded = out_MN.new_empty(FEW, out_MN.shape[1])
         _mm(F.pad(a_MK, (0, 0, 0, FEW - rows)), b_KN, padded, bias_N)
         out_MN.copy_(padded[:rows])
