@@ -18,6 +18,9 @@ and what comes back are rows or sums. With top-k K over H hosts and balanced rou
 H' = (H - 1) (1 - (1 - 1 / H)^K) copies to other hosts and K (H - 1) / H slots there; DeepEP's internode kernels
 (github.com/deepseek-ai/DeepEP) send so on GPUs, with sums on the way back.
 
+Each operation inside the host is two: one for tokens of the own host, which is done while the wire brings the others',
+and one for those. On the way back the other hosts' come first, and leave, in pieces (``rail.py``), during the second.
+
 What travels between hosts does so in its payload, packed once where it leaves its host; inside a host rows are what
 the payload makes of them. Rows of the own host are rounded alike. Scales of groups (``fp8_group``) are shared by up to
 128 rows that go from one rank to another.
@@ -28,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import partial
 
 import numpy as np
 import torch
@@ -37,43 +40,72 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.dispatch.base import Dispatcher, DispatchOptions, Layout
 from moe_comm.dispatch.channel import Channel
-from moe_comm.dispatch.group_scales import Groups, decode_groups, encode_groups
+from moe_comm.dispatch.group_scales import Groups, decode_groups, encode_groups, rounded_in_groups
 from moe_comm.dispatch.handshake import Counts, Handshake, describe, digest, meet, settings_of
 from moe_comm.dispatch.header import Header
 from moe_comm.dispatch.inside_host import InsideHost, InsideLayout
-from moe_comm.dispatch.payload import Payload, pack, unpack
+from moe_comm.dispatch.payload import Payload, bytes_per_row, pack, rounded, unpack
+from moe_comm.dispatch.rail import Pieces, Rail, joined
 from moe_comm.dispatch.relay_routes import (
-    OPS,
     Departures,
     HostMap,
     Units,
     WireBytes,
     departures,
-    expert_orders,
+    expert_places,
     units,
     way_back,
 )
 from moe_comm.dispatch.sums import weighted_sum
 from moe_comm.errors import ConfigError, PeerError, RoutingError
-from moe_comm.runtime.memory import take
+from moe_comm.runtime.memory import take, warm_rows
 from moe_comm.runtime.shared import host_word, native_is_built
 from moe_comm.topology import ExpertPlacement
+
+Ints = tuple[int, ...]
+PerHost = list[Ints]
+"""By rank, then by host."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """What this rank relays for tokens of one side: of its own host, or of all others.
+
+    copies_H, slots_H: tokens and slots that came from each host. inside: of their dispatch on this host. place_N: where
+    the rows of it that came to this rank stand among all of its rows.
+    """
+
+    copies_H: tuple[int, ...]
+    slots_H: tuple[int, ...]
+    units: Units
+    inside: InsideLayout
+    place_N: Tensor
+
+    def header(self, header: Header) -> Header:
+        """``header`` inside this host."""
+        return replace(header, top_k=self.units.ids_UK.shape[1])
+
+    def weights(self, weights_S: Tensor, only_leading: bool) -> Tensor:
+        """[U, K] of its units, from those of slots as they arrived; 1 for others than leading slots if so asked."""
+        lead_S = self.units.lead_S if only_leading else None
+        weights_UK = weights_S.new_zeros(self.units.ids_UK.shape)
+        weights_UK.view(-1)[self.units.slot_S] = weights_S if lead_S is None else weights_S.masked_fill(~lead_S, 1.0)
+        return weights_UK
 
 
 @dataclass(frozen=True)
 class RelayLayout:
-    """One dispatch, as this rank sees it: what leaves it, what it relays, and the rows of its experts.
+    """One dispatch, as this rank sees it: what leaves it, and what it relays.
 
-    copies_H, slots_H: tokens and slots that came from each host to be relayed; relayed: what they are on this host.
-    orders: see ``expert_orders``. inside: of the dispatch on this host.
+    most_out, most_back: rows of the largest block that goes from one rank to one on another host, and comes back, or a
+    bound on them; of all ranks.
     """
 
     leaving: Departures
-    copies_H: tuple[int, ...]
-    slots_H: tuple[int, ...]
-    relayed: Units
-    orders: tuple[Tensor, Tensor] | None
-    inside: InsideLayout
+    near: Side
+    far: Side
+    most_out: int
+    most_back: int
 
 
 class HierarchicalDispatcher(Dispatcher):
@@ -81,6 +113,7 @@ class HierarchicalDispatcher(Dispatcher):
 
     Args:
         hosts: a number for each rank, equal for ranks of one host; found out if not given.
+        pieces: how rows that cross between hosts are cut; alike on every rank.
 
     Attributes:
         wire_bytes: what this rank has sent to other hosts, by operation; ``inter_host_bytes`` has the formula.
@@ -101,25 +134,31 @@ class HierarchicalDispatcher(Dispatcher):
         rank: int,
         options: DispatchOptions | None = None,
         hosts: Sequence[int] | None = None,
+        pieces: Pieces | None = None,
     ) -> None:
         super().__init__(placement, group, rank, options)
         self.channel = Channel(group, rank, self.world, self.options.timeout_s)
         fault = None
         if hosts is not None and len(hosts) != self.world:
             fault = ConfigError(f"hosts must have a number for each of the {self.world} ranks; got {len(hosts)}")
-        same = settings_of(self) | {"hosts": digest(None if hosts is None else tuple(hosts))}
+        pieces = Pieces() if pieces is None else pieces
+        same = settings_of(self) | {"hosts": digest(None if hosts is None else tuple(hosts)), "pieces": digest(pieces)}
         told = {"host": host_word(), "native": int(native_is_built())}
         found = meet(self.channel, group, f"the {self.name} dispatcher", same, told, fault)
         self.hosts = HostMap.of(found["host"] if hosts is None else hosts)
         shared = all(found["native"]) and all(
             len({found["host"][member] for member in self.hosts.members(host)}) == 1 for host in range(self.hosts.count)
         )
-        self.wire_bytes = dict.fromkeys(OPS, WireBytes())
+        self._rail = Rail(self.channel, self.hosts, rank, pieces)
         self._host = self.hosts.host(rank)
         self._experts = self.hosts.experts(placement)
         self._handshake = Handshake(self.channel, placement)
         inner = self.hosts.inside(placement, self._host)
         self._inside = InsideHost(inner, group, self.hosts, rank, self.options, shared)
+
+    @property
+    def wire_bytes(self) -> dict[str, WireBytes]:
+        return self._rail.wire_bytes
 
     def _routing_fault(self, ids_TK: Tensor) -> RoutingError | None:
         return None  # counted with the slots, and told with the counts
@@ -128,51 +167,62 @@ class HierarchicalDispatcher(Dispatcher):
 
     def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, Layout]:
         counts = self._handshake.exchange(header, ids_TK, x_TD.device)
-        top_k = ids_TK.shape[1]
-        from_host_H, slots_H = self._slots(counts)
+        slots_WH = self._slots(counts)
         way = way_back(self.options.deterministic, x_TD.dtype, self.options.payloads)
-        leaving = departures(ids_TK, self._experts, slots_H, way)
-        copies_H = self._tell(leaving.copies_H, describe(header))
-        ids_coming = self._rail(leaving.ids_CK, leaving.copies_H, copies_H, header, "ids")
-        x_coming = self._carry(x_TD, leaving.token_C, leaving.copies_H, copies_H, header)
-        relayed = units(ids_coming().long(), copies_H, from_host_H, way)
-        x_PD = x_coming()
-        x_UD = x_PD if relayed.token_U is None else take(x_PD, relayed.token_U)
-        inner = replace(header, top_k=relayed.ids_UK.shape[1])
-        with self._alive():
-            arrived_RD, inside = self._inside.send(x_UD, relayed.ids_UK, inner)
+        leaving = departures(ids_TK, self._experts, slots_WH[self.rank], way)
+        copies_WH = self._tell(leaving.copies_H, describe(header))
+        copies_H, slots_H, most_out = self._relayed(copies_WH), self._relayed(slots_WH), self._most(copies_WH)
+        ids_coming = self._rail.start(leaving.ids_CK, leaving.copies_H, copies_H, header, "ids")
+        near_x, far_x = self._carry_out(x_TD, leaving, copies_H, most_out, header)
         own = self.local_experts
-        orders = expert_orders(counts.rows_WE, own, self.hosts, x_TD.device)
+        near_N, far_N = expert_places(counts.rows_WE, own, self.hosts, self._host, x_TD.device)
+        rows_RD = warm_rows(near_N.shape[0] + far_N.shape[0], x_TD.shape[1], x_TD.dtype, x_TD.device)
+
+        def forward(ids_PK: Tensor, copies_H: Ints, slots_H: Ints, x: Callable[..., Tensor], place_N: Tensor) -> Side:
+            some = units(ids_PK.long(), copies_H, slots_H, way)
+            x_UD = x(some.token_U)
+            with self._alive():
+                arrived_ND, inside = self._inside.send(x_UD, some.ids_UK, replace(header, top_k=some.ids_UK.shape[1]))
+            rows_RD.index_copy_(0, place_N, arrived_ND)
+            return Side(copies_H, slots_H, some, inside, place_N)
+
+        own_ids_PK = self._rail.own(leaving.ids_CK, leaving.copies_H)
+        near = forward(own_ids_PK, self._rail.only_own(copies_H), self._rail.only_own(slots_H), near_x, near_N)
+        far = forward(ids_coming(), self._rail.without_own(copies_H), self._rail.without_own(slots_H), far_x, far_N)
         layout = Layout(
             num_tokens=x_TD.shape[0],
-            top_k=top_k,
+            top_k=ids_TK.shape[1],
             hidden=x_TD.shape[1],
             dtype=x_TD.dtype,
             device=x_TD.device,
             rows_per_expert=tuple(counts.rows_WE[:, own.start : own.stop].sum(0).tolist()),
-            num_rows=arrived_RD.shape[0],
+            num_rows=rows_RD.shape[0],
             num_dropped=counts.num_dropped,
             label=header.label,
-            state=RelayLayout(leaving, copies_H, from_host_H, relayed, orders, inside),
+            state=RelayLayout(leaving, near, far, most_out, most_out if way == "sums" else self._most(slots_WH)),
             call=header.seq,
         )
-        return arrived_RD if orders is None else take(arrived_RD, orders[0]), layout
+        return rows_RD, layout
 
     def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, layout: Layout, header: Header) -> Tensor:
         self._agree(header, rows_RD.device)
         relay: RelayLayout = layout.state
-        leaving, relayed = relay.leaving, relay.relayed
-        weighted = relayed.token_U is None or relayed.lead_S is not None  # by the relay: all slots, or those in front
-        weights_UK = None
-        if weights_TK is not None and weighted:
-            weights_UK = self._relay_weights(weights_TK, relay, header, relayed.lead_S)
+        leaving = relay.leaving
+        by_relay = relay.far.units.token_U is None or leaving.lead_TK is not None  # all weights, or those in front
+        near_weights = far_weights = None
+        if weights_TK is not None and by_relay:
+            near_weights, far_weights = self._relay_weights(weights_TK, relay, header, only_leading=True)
             ones = leaving.lead_TK
             weights_TK = None if ones is None else weights_TK.masked_fill(ones, 1.0)
-        with self._alive():
-            rows_UD = self._inside.sum(
-                self._as_arrived(rows_RD, relay), weights_UK, relay.inside, self._inner(header, relay)
-            )
-        rows_XD = self._carry(rows_UD, None, relayed.rows_H, leaving.rows_H, header)()
+
+        def back(side: Side, weights: Callable[[], Tensor] | None) -> Tensor:
+            rows_ND = self._rows_of(side, rows_RD)
+            weights_UK = None if weights is None else weights()
+            with self._alive():
+                return self._inside.sum(rows_ND, weights_UK, side.inside, side.header(header))
+
+        coming = self._carry_home(back(relay.far, far_weights), relay, header)
+        rows_XD = coming(back(relay.near, near_weights))
         return weighted_sum(rows_XD, leaving.place_TX, weights_TK)
 
     def _spread(
@@ -180,21 +230,30 @@ class HierarchicalDispatcher(Dispatcher):
     ) -> tuple[Tensor, Tensor | None]:
         self._agree(header, grad_TD.device)
         relay: RelayLayout = layout.state
-        leaving, relayed = relay.leaving, relay.relayed
-        weights_UK = self._relay_weights(weights_TK, relay, header)
-        grad_UD = self._carry(grad_TD, leaving.token_C, leaving.copies_H, relay.copies_H, header)()
-        if relayed.token_U is not None:
-            grad_UD = take(grad_UD, relayed.token_U)
-        rows = None if rows_RD is None else self._as_arrived(rows_RD, relay)
-        with self._alive():
-            grad_RD, dots_UK = self._inside.spread(grad_UD, rows, weights_UK, relay.inside, self._inner(header, relay))
-        if relay.orders is not None:
-            grad_RD = take(grad_RD, relay.orders[0])
-        if dots_UK is None:
-            return grad_RD, None
-        dots_S = self._rail(dots_UK.flatten()[relayed.slot_S], relay.slots_H, leaving.slots_H, header, "weights")()
-        dots = dots_S.new_zeros(layout.num_tokens * layout.top_k)
-        dots[leaving.slot_S] = dots_S
+        leaving, near, far = relay.leaving, relay.near, relay.far
+        near_weights, far_weights = self._relay_weights(weights_TK, relay, header)
+        near_grad, far_grad = self._carry_out(grad_TD, leaving, far.copies_H, relay.most_out, header)
+        grad_RD = warm_rows(layout.num_rows, layout.hidden, grad_TD.dtype, grad_TD.device)
+
+        def forward(side: Side, weights: Callable[[], Tensor], grad: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+            """Gradients that came, and of the weights of slots."""
+            rows = None if rows_RD is None else self._rows_of(side, rows_RD)
+            weights_UK, grad_UD = weights(), grad(side.units.token_U)
+            with self._alive():
+                inner = side.header(header)
+                arrived_ND, dots_UK = self._inside.spread(grad_UD, rows, weights_UK, side.inside, inner)
+            return arrived_ND, weights_TK if dots_UK is None else dots_UK.flatten()[side.units.slot_S]
+
+        near_ND, near_dots_S = forward(near, near_weights, near_grad)
+        grad_RD.index_copy_(0, near.place_N, near_ND)
+        far_ND, far_dots_S = forward(far, far_weights, far_grad)
+        if rows_RD is None:
+            return grad_RD.index_copy_(0, far.place_N, far_ND), None
+        dots_coming = self._rail.start(far_dots_S, far.slots_H, leaving.slots_H, header, "weights")
+        grad_RD.index_copy_(0, far.place_N, far_ND)
+        dots = near_dots_S.new_zeros(layout.num_tokens * layout.top_k)
+        dots[self._rail.own(leaving.slot_S, leaving.slots_H)] = near_dots_S
+        dots[self._rail.far(leaving.slot_S, leaving.slots_H)] = dots_coming()
         return grad_RD, dots.view(layout.num_tokens, layout.top_k)
 
     # --- the parts of them ---
@@ -203,76 +262,126 @@ class HierarchicalDispatcher(Dispatcher):
         if self.options.checked:
             self._handshake.exchange(header, None, device)
 
-    def _inner(self, header: Header, relay: RelayLayout) -> Header:
-        return replace(header, top_k=relay.relayed.ids_UK.shape[1])
+    def _slots(self, counts: Counts) -> PerHost:
+        """Slots that each rank has on each host."""
+        ends_WE = np.pad(counts.rows_WE.cumsum(1), ((0, 0), (1, 0)))
+        return [tuple(row) for row in np.diff(ends_WE[:, list(self._experts)], axis=1).tolist()]
 
-    def _slots(self, counts: Counts) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Slots that this rank relays for each host, and those that it has on each."""
-        first = self._experts
-        here = slice(first[self._host], first[self._host + 1])
-        relayed = tuple(int(counts.rows_WE[rank, here].sum()) for rank in self.hosts.rail(self.rank))
-        own = counts.rows_WE[self.rank]
-        return relayed, tuple(int(own[lo:hi].sum()) for lo, hi in pairwise(first))
-
-    def _tell(self, copies_H: tuple[int, ...], doing: str) -> tuple[int, ...]:
-        """How many copies come from each host."""
+    def _tell(self, copies_H: tuple[int, ...], doing: str) -> PerHost:
+        """Copies that each rank has for each host."""
         told = torch.tensor(copies_H).to(self.channel.control_device)
-        copies_WH = self.channel.all_gather(told, doing).cpu()
-        return tuple(int(copies_WH[rank, self._host]) for rank in self.hosts.rail(self.rank))
+        return [tuple(row) for row in self.channel.all_gather(told, doing).cpu().tolist()]
 
-    def _as_arrived(self, rows_RD: Tensor, relay: RelayLayout) -> Tensor:
-        """Rows in the order of the dispatch on this host, where its ranks can read them."""
-        if relay.orders is None:
-            return rows_RD
-        out_RD = self._inside.empty_rows(rows_RD.shape[0], rows_RD.shape[1], rows_RD.dtype, rows_RD.device)
-        return torch.index_select(rows_RD, 0, relay.orders[1], out=out_RD)
+    def _relayed(self, some_WH: PerHost) -> Ints:
+        """Those that this rank relays for each host."""
+        return tuple(some_WH[rank][self._host] for rank in self.hosts.rail(self.rank))
+
+    def _most(self, some_WH: PerHost) -> int:
+        """The most that any rank has for another host."""
+        return max(
+            (
+                number
+                for rank, row in enumerate(some_WH)
+                for host, number in enumerate(row)
+                if host != self.hosts.host(rank)
+            ),
+            default=0,
+        )
+
+    def _rows_of(self, side: Side, rows_RD: Tensor) -> Tensor:
+        """Rows in the order of the side's dispatch on this host, where its ranks can read them."""
+        index_N = side.place_N
+        out_ND = self._inside.empty_rows(index_N.shape[0], rows_RD.shape[1], rows_RD.dtype, rows_RD.device)
+        return torch.index_select(rows_RD, 0, index_N, out=out_ND)
 
     def _relay_weights(
-        self, weights_TK: Tensor, relay: RelayLayout, header: Header, only_S: Tensor | None = None
-    ) -> Tensor:
-        """[U, K] weights of what this rank relays; 1 for slots that are not of ``only_S``."""
-        weights_S = weights_TK.reshape(-1)[relay.leaving.slot_S]
-        weights_S = self._rail(weights_S, relay.leaving.slots_H, relay.slots_H, header, "weights")()
-        weights_UK = weights_S.new_zeros(relay.relayed.ids_UK.shape)
-        weights_UK.view(-1)[relay.relayed.slot_S] = weights_S if only_S is None else weights_S.masked_fill(~only_S, 1.0)
-        return weights_UK
+        self, weights_TK: Tensor, relay: RelayLayout, header: Header, only_leading: bool = False
+    ) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+        """Start sending weights; what ``Side.weights`` makes of those of the own host, and of those that come."""
+        leaving = relay.leaving
+        weights_S = weights_TK.reshape(-1)[leaving.slot_S]
+        coming = self._rail.start(weights_S, leaving.slots_H, relay.far.slots_H, header, "weights")
+        own_S = self._rail.own(weights_S, leaving.slots_H)
+        return (
+            lambda: relay.near.weights(own_S, only_leading),
+            lambda: relay.far.weights(coming(), only_leading),
+        )
 
-    def _carry(
-        self, rows_TD: Tensor, token_N: Tensor | None, send_H: Sequence[int], receive_H: Sequence[int], header: Header
-    ) -> Callable[[], Tensor]:
-        """Start sending rows in their payload, those of ``token_N`` if given; ordered by host, here and there."""
+    def _carry_out(
+        self, rows_TD: Tensor, leaving: Departures, copies_H: Ints, most: int, header: Header
+    ) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+        """Start sending tokens' rows in their payload; each takes an ascending index, or None.
+
+        Args:
+            copies_H: that come from each host.
+
+        Returns:
+            What the payload makes of the own host's rows, and the others', which come, by host.
+        """
         payload: Payload = self.options.payloads.of(header.op)
         width, dtype = rows_TD.shape[1], rows_TD.dtype
-        if payload.scales != "group":
-            packed_NX = pack(rows_TD, payload)
-            packed_NX = packed_NX if token_N is None else take(packed_NX, token_N)
-            moving = self._rail(packed_NX, send_H, receive_H, header, "rows")
-            return lambda: unpack(moving(), payload, width, dtype)
-        rows_ND = rows_TD if token_N is None else rows_TD[token_N]
+        near_N = self._rail.own(leaving.token_C, leaving.copies_H)
+        far_N = self._rail.far(leaving.token_C, leaving.copies_H)
+        send_H, receive_H = self._rail.without_own(leaving.copies_H), self._rail.without_own(copies_H)
+        if payload.scales == "group":
+            far = self._start_groups(take(rows_TD, far_N), send_H, receive_H, most, header)
+            near = partial(rounded_in_groups, take(rows_TD, near_N), payload)
+            return _at_index(near), _at_index(lambda: far(rows_TD.new_empty(0, width)))
+        packed_TX = pack(rows_TD, payload)
+        open_: Callable[[Tensor], Tensor] = partial(unpack, payload=payload, hidden=width, dtype=dtype)
+        arriving = self._rail.start_rows(
+            lambda spans: take(packed_TX, joined(far_N, spans)),
+            send_H,
+            receive_H,
+            most * bytes_per_row(width, payload, dtype),
+            header,
+        )
+        nothing = rows_TD.new_empty(0, width)
+
+        def come(index_N: Tensor | None = None) -> Tensor:
+            return arriving.take(open_, nothing) if index_N is None else arriving.pick(open_, nothing, index_N)
+
+        return _at_index(lambda: open_(take(packed_TX, near_N))), come
+
+    def _carry_home(self, rows_UD: Tensor, relay: RelayLayout, header: Header) -> Callable[[Tensor], Tensor]:
+        """Start sending the far side's rows in their payload; takes the near ones, and gives all that come, by host."""
+        payload: Payload = self.options.payloads.of(header.op)
+        width, dtype = rows_UD.shape[1], rows_UD.dtype
+        send_H, receive_H = relay.far.units.rows_H, relay.leaving.rows_H
+        if payload.scales == "group":
+            come = self._start_groups(rows_UD, send_H, receive_H, relay.most_back, header)
+            return lambda own_UD: come(rounded_in_groups(own_UD, payload))
+        arriving = self._rail.start_rows(
+            lambda spans: pack(joined(rows_UD, spans), payload),
+            send_H,
+            receive_H,
+            relay.most_back * bytes_per_row(width, payload, dtype),
+            header,
+        )
+        open_: Callable[[Tensor], Tensor] = partial(unpack, payload=payload, hidden=width, dtype=dtype)
+        return lambda own_UD: arriving.take(open_, rounded(own_UD, payload))
+
+    def _start_groups(
+        self, rows_ND: Tensor, send_H: Ints, receive_H: Ints, most: int, header: Header
+    ) -> Callable[[Tensor], Tensor]:
+        """Start sending other hosts' rows with the scales of their groups beside them; takes the own block."""
+        payload, dtype = self.options.payloads.of(header.op), rows_ND.dtype
+        far_H = self._rail.without_own(receive_H)
         leaving, coming = (
-            Groups.of(np.array(sizes, np.int64), range(self.hosts.count + 1), rows_TD.device)
-            for sizes in (send_H, receive_H)
+            Groups.of(np.array(sizes, np.int64), range(self.hosts.count + 1), rows_ND.device)
+            for sizes in (send_H, far_H)
         )
         packed_NX, scale_GD = encode_groups(rows_ND, leaving, payload)
-        packed = self._rail(packed_NX, send_H, receive_H, header, "rows")
-        scales = self._rail(scale_GD, leaving.per_rank, coming.per_rank, header, "rows")
-        return lambda: decode_groups(packed(), scales(), coming, dtype)
+        most_bytes = most * bytes_per_row(rows_ND.shape[1], payload, dtype)
+        packed = self._rail.start_rows(partial(joined, packed_NX), send_H, far_H, most_bytes, header)
+        scales = self._rail.start(scale_GD, leaving.per_rank, coming.per_rank, header, "rows")
 
-    def _rail(
-        self, tensor_N: Tensor, send_H: Sequence[int], receive_H: Sequence[int], header: Header, kind: str
-    ) -> Callable[[], Tensor]:
-        """Start sending parts of ``tensor_N`` to the ranks of the rail, and count what goes to other hosts.
+        def come(own_PD: Tensor) -> Tensor:
+            far_ND = decode_groups(packed.take(lambda rows: rows, packed_NX[:0]), scales(), coming, dtype)
+            before = sum(receive_H[: self._host])
+            return torch.cat((far_ND[:before], own_PD, far_ND[before:]))
 
-        It is a collective of all ranks, most of whose parts are empty: any of them that is gone or late is noticed by
-        all, and named as they are numbered.
-        """
-        away = sum(send_H) - send_H[self._host]
-        sent = away * tensor_N[:1].numel() * tensor_N.element_size()  # no rows, no bytes
-        self.wire_bytes[header.op] += WireBytes(**{kind: sent})
-        send, receive = [0] * self.world, [0] * self.world
-        for host, peer in enumerate(self.hosts.rail(self.rank)):
-            send[peer], receive[peer] = send_H[host], receive_H[host]
-        return self.channel.start_all_to_all(tensor_N, send, receive, describe(header))
+        return come
 
     @contextmanager
     def _alive(self) -> Iterator[None]:
@@ -284,3 +393,8 @@ class HierarchicalDispatcher(Dispatcher):
         except PeerError as error:
             self.channel.failed = error
             raise
+
+
+def _at_index(rows: Callable[[], Tensor]) -> Callable[..., Tensor]:
+    """``rows``, or those at an index."""
+    return lambda index_N=None: rows() if index_N is None else take(rows(), index_N)

@@ -9,9 +9,9 @@ each other host: its rail.
                             rank 1 ◀───────▶ rank 3       rail 1
 
 Copies leave ordered by (host, token), slots by (host, token, slot); so they arrive at a relay by (source host, token,
-slot), and come to an expert's rank by (expert, relay l, source host g, token, slot). The order that every dispatcher
-gives is (expert, source rank, token, slot), and source rank is g * L + l: within an expert the L x H blocks of rows are
-transposed.
+slot), and come to an expert's rank by (expert, relay l, source host g, token, slot); those of its own host and those of
+the others one after the other. The order that every dispatcher gives is (expert, source rank, token, slot), and source
+rank is g * L + l: within an expert the L x H blocks of rows are transposed.
 """
 
 from __future__ import annotations
@@ -240,25 +240,26 @@ def transpose_within(counts_EAB: Tensor, num_rows: int) -> Tensor:
     return place + torch.repeat_interleave(shift, sizes, output_size=num_rows)
 
 
-def expert_orders(rows_WE: Words, experts: range, hosts: HostMap, device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """Between the order in which rows come to the experts' rank and the one that ``dispatch`` gives.
+def expert_places(
+    rows_WE: Words, experts: range, hosts: HostMap, host: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Where rows that come to the experts' rank stand among those that ``dispatch`` gives.
 
     Args:
         rows_WE: rows that each rank has for each expert.
-        experts: of this rank.
+        experts: of this rank, which is on ``host``.
 
     Returns:
-        final_R: ``rows = arrived[final_R]``. arrived_R: the inverse. None where the two orders are one.
+        [N] and [F] int64: of rows from ranks on ``host``, and of those from the others, in the order of each.
     """
-    if hosts.count == 1 or hosts.per_host == 1 or not len(experts):
-        return None
     counts_WE = torch.from_numpy(rows_WE[:, experts.start : experts.stop].copy())
-    counts_EGL = counts_WE.T.reshape(len(experts), hosts.count, hosts.per_host).to(device, non_blocking=True)
-    num_rows = int(counts_WE.sum())
-    return (
-        transpose_within(counts_EGL, num_rows),
-        transpose_within(counts_EGL.transpose(1, 2).contiguous(), num_rows),
-    )
+    counts_EGL = counts_WE.T.reshape(len(experts), hosts.count, hosts.per_host)
+    counts_ELG = counts_EGL.transpose(1, 2).contiguous()
+    near_ELG = torch.zeros_like(counts_ELG, dtype=torch.bool)
+    near_ELG[:, :, host] = True
+    place_R = transpose_within(counts_ELG, int(counts_WE.sum()))
+    near_R = near_ELG.flatten().repeat_interleave(counts_ELG.flatten())
+    return place_R[near_R].to(device, non_blocking=True), place_R[~near_R].to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -354,7 +355,7 @@ __all__ = [
     "Way",
     "WireBytes",
     "departures",
-    "expert_orders",
+    "expert_places",
     "ids_dtype",
     "inter_host_bytes",
     "transpose_within",

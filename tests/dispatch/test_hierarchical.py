@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -16,12 +16,10 @@ import moe_comm.dispatch.hierarchical as module
 from moe_comm.dispatch import Payloads, make_dispatcher
 from moe_comm.dispatch.hierarchical import HierarchicalDispatcher
 from moe_comm.dispatch.inside_host import host_group
-from moe_comm.dispatch.relay_routes import (
-    HostMap,
-    WireBytes,
-    inter_host_bytes,
-)
-from moe_comm.runtime.shared import SharedGroup, SharedOptions
+from moe_comm.dispatch.rail import Pieces
+from moe_comm.dispatch.relay_routes import HostMap, WireBytes, inter_host_bytes
+from moe_comm.errors import HeapError
+from moe_comm.runtime.shared import SharedGroup, SharedOptions, block
 from moe_comm.topology import ExpertPlacement
 from tests.dispatch import cases, workers
 from tests.dispatch.cases import Case
@@ -30,6 +28,8 @@ from tests.pool import RankPool
 
 FIELDS = ("rows_RD", "y_TD", "x_grad_TD", "weights_grad_TK", "experts_grad")
 MIXED = Payloads("fp8_block_pow2", "bf16", "bf16", "fp8_token")
+WHOLE = Pieces(most=1)
+CUT = Pieces(least_bytes=1, most=3)
 ALL_FP8 = Payloads("fp8_token", "fp8_block", "fp8_block", "fp8_token")
 GROUPED = Payloads("fp8_block", "bf16", "fp8_group", "fp8_group")
 FEW = tuple(
@@ -51,13 +51,25 @@ FEW = tuple(
 # --- bits ---
 
 
-def run_few(rank: int, world: int, how: tuple[Job, list[int]]) -> list[Result]:
-    job, hosts = how
+@dataclass(frozen=True)
+class How:
+    """hosts: two, if none are given. pieces: what crosses is cut into."""
+
+    job: Job
+    hosts: tuple[int, ...] | None = None
+    pieces: Pieces = WHOLE
+
+    def build(self, case: Case, rank: int, world: int) -> HierarchicalDispatcher:
+        placement = ExpertPlacement.of(case.num_experts, world, case.experts_per_rank(world))
+        hosts = self.hosts or two_hosts(world)
+        return HierarchicalDispatcher(placement, dist.group.WORLD, rank, self.job.options, hosts, self.pieces)
+
+
+def run_few(rank: int, world: int, how: How) -> list[Result]:
     found = []
     for case in FEW:
         batch, experts = cases.make(case)
-        placement = ExpertPlacement.of(case.num_experts, world, case.experts_per_rank(world))
-        dispatcher = HierarchicalDispatcher(placement, dist.group.WORLD, rank, job.options, hosts)
+        dispatcher = how.build(case, rank, world)
         own = experts[dispatcher.local_experts.start : dispatcher.local_experts.stop]
         found.append(workers.layer(dispatcher, case, batch.part(case, rank, world), own))
     return found
@@ -70,18 +82,27 @@ def require_bits(ranks: list[list[Result]], payloads: Payloads = Payloads()) -> 
             assert torch.equal(torch.cat([getattr(r, field) for r in of_ranks]), getattr(whole, field)), (case, field)
 
 
-@pytest.mark.parametrize("hosts", [[4, 4, 9, 9, 1, 1, 3, 3], [5] * 8, list(range(8))], ids=["4x2", "1x8", "8x1"])
-def test_same_bits_on_any_number_of_hosts(hosts: list[int], pool8: RankPool) -> None:
-    """The contract suite has 2 x 1, 2 x 2 and 2 x 4, with all its cases."""
-    require_bits(pool8.run(run_few, (Job("hierarchical"), hosts), timeout=60))
+@pytest.mark.parametrize("hosts", [(4, 4, 9, 9, 1, 1, 3, 3), (5,) * 8, tuple(range(8))], ids=["4x2", "1x8", "8x1"])
+def test_same_bits_on_any_number_of_hosts(hosts: tuple[int, ...], pool8: RankPool) -> None:
+    """The contract suite has 2 x 1, 2 x 2 and 2 x 4, with all its cases, and whole."""
+    require_bits(pool8.run(run_few, How(Job("hierarchical"), hosts, Pieces(1, 2)), timeout=120))
 
 
-@pytest.mark.parametrize("payloads", [MIXED, ALL_FP8], ids=["mixed", "fp8"])
-def test_same_bits_with_payloads(payloads: Payloads, pool4: RankPool) -> None:
-    require_bits(pool4.run(run_few, (Job("hierarchical", payloads=payloads), two_hosts(4))), payloads)
+@pytest.mark.parametrize("payloads", [Payloads(), MIXED, ALL_FP8], ids=["same", "mixed", "fp8"])
+def test_same_bits_in_pieces_with_payloads(payloads: Payloads, pool4: RankPool) -> None:
+    require_bits(pool4.run(run_few, How(Job("hierarchical", payloads=payloads), pieces=CUT)), payloads)
 
 
-def without_native(rank: int, world: int, how: tuple[Job, list[int]]) -> list[Result]:
+@pytest.mark.parametrize("payloads", [Payloads(), GROUPED], ids=["same", "groups"])
+def test_sums_of_a_host_have_the_same_bits_in_pieces_as_whole(payloads: Payloads, pool4: RankPool) -> None:
+    job = Job("hierarchical", deterministic=False, payloads=payloads)
+    whole, cut = (pool4.run(run_few, How(job, pieces=pieces)) for pieces in (WHOLE, CUT))
+    for of_whole, of_cut in zip(whole, cut, strict=True):
+        for case, one, other in zip(FEW, of_whole, of_cut, strict=True):
+            assert all(torch.equal(getattr(one, field), getattr(other, field)) for field in FIELDS), case
+
+
+def without_native(rank: int, world: int, how: How) -> list[Result]:
     real = module.native_is_built
     module.native_is_built = lambda: rank != 1
     try:
@@ -91,13 +112,13 @@ def without_native(rank: int, world: int, how: tuple[Job, list[int]]) -> list[Re
 
 
 def test_same_bits_where_a_rank_lacks_the_native_core(pool4: RankPool) -> None:
-    require_bits(pool4.run(without_native, (Job("hierarchical"), two_hosts(4))))
+    require_bits(pool4.run(without_native, How(Job("hierarchical"))))
 
 
 @pytest.mark.parametrize("payloads", [Payloads(), GROUPED], ids=["same", "groups"])
 def test_sums_of_a_host_come_close_where_bits_are_not_asked_for(payloads: Payloads, pool4: RankPool) -> None:
     job = Job("hierarchical", deterministic=False, payloads=payloads)
-    ranks = pool4.run(run_few, (job, two_hosts(4)))
+    ranks = pool4.run(run_few, How(job))
     for case, of_ranks in zip(FEW, zip(*ranks, strict=True), strict=True):
         whole = workers.run_case(case, Job("plain"), None, 0, 1)
         for field in FIELDS:
@@ -111,16 +132,18 @@ def test_sums_of_a_host_come_close_where_bits_are_not_asked_for(payloads: Payloa
 # --- bytes ---
 
 
-def wire(rank: int, world: int, how: tuple[Job, Case]) -> tuple[dict[str, WireBytes], int]:
-    """What the dispatcher says it sent to the other host, and what its channel was given for ranks there."""
-    job, case = how
+def wire(rank: int, world: int, how: tuple[How, Case]) -> tuple[dict[str, WireBytes], int, int]:
+    """What the dispatcher says it sent to the other host; what its channel was given for ranks there, in how many
+    exchanges."""
+    case = how[1]
     batch, experts = cases.make(case)
-    dispatcher: Any = workers.build(case, dist.group.WORLD, job, rank, world)
-    given = 0
+    dispatcher: Any = how[0].build(case, rank, world)
+    given = exchanges = 0
     start = dispatcher.channel.start_all_to_all
 
     def counted(rows: Tensor, send: list[int], receive: list[int], doing: str) -> Any:
-        nonlocal given
+        nonlocal given, exchanges
+        exchanges += 1
         far = sum(rows_to for to, rows_to in enumerate(send) if two_hosts(world)[to] != two_hosts(world)[rank])
         given += far * (rows.nbytes // max(rows.shape[0], 1))
         return start(rows, send, receive, doing)
@@ -128,7 +151,7 @@ def wire(rank: int, world: int, how: tuple[Job, Case]) -> tuple[dict[str, WireBy
     dispatcher.channel.start_all_to_all = counted
     own = experts[dispatcher.local_experts.start : dispatcher.local_experts.stop]
     workers.layer(dispatcher, case, batch.part(case, rank, world), own)
-    return dispatcher.wire_bytes, given
+    return dispatcher.wire_bytes, given, exchanges
 
 
 @pytest.mark.parametrize(
@@ -139,14 +162,14 @@ def wire(rank: int, world: int, how: tuple[Job, Case]) -> tuple[dict[str, WireBy
 def test_the_bytes_between_hosts_are_those_of_the_formula(
     deterministic: bool, payloads: Payloads, pool4: RankPool
 ) -> None:
-    job = Job("hierarchical", deterministic=deterministic, payloads=payloads)
+    how = How(Job("hierarchical", deterministic=deterministic, payloads=payloads), pieces=CUT)
     for case in (
         Case("random", hidden=136, top_k=3, tokens=150),
         Case("dropped", routing="dropped", top_k=5, tokens=150, dtype=torch.bfloat16, weights_grad=False),
         Case("one expert", routing="one_expert", num_experts=5, split="first"),
         Case("none", tokens=0),
     ):
-        ranks = pool4.run(wire, (job, case))
+        ranks = pool4.run(wire, (how, case))
         ids_WTK = [cases.make(case)[0].part(case, rank, 4).ids_TK for rank in range(4)]
         formula = inter_host_bytes(
             ids_WTK,
@@ -159,8 +182,23 @@ def test_the_bytes_between_hosts_are_those_of_the_formula(
             weights_grad=case.weights_grad,
         )
         for op, expected in formula.items():
-            assert sum((said[op] for said, _ in ranks), WireBytes()) == expected, (case.name, op)
-        assert sum(given for _, given in ranks) == sum(part.total for part in formula.values())
+            assert sum((said[op] for said, _, _ in ranks), WireBytes()) == expected, (case.name, op)
+        assert sum(given for _, given, _ in ranks) == sum(part.total for part in formula.values())
+
+
+def test_large_blocks_cross_in_pieces_and_small_ones_whole(pool4: RankPool) -> None:
+    """One token of each of ranks 0 and 1 has both its experts on host 1: 2 rows of 32 bytes for a rank there."""
+    case = Case("half of it", tokens=2, routing="one_expert", split="even")
+    few = {
+        pieces: pool4.run(wire, (How(Job("hierarchical"), pieces=pieces), case))
+        for pieces in (WHOLE, Pieces(64, 8), Pieces(32, 8), Pieces(1, 2))
+    }
+    exchanges = {pieces: {found[2] for found in ranks} for pieces, ranks in few.items()}
+    # There: ids, and rows twice; weights twice, and a gradient back. Rows come back twice.
+    assert exchanges[WHOLE] == {8}
+    assert exchanges[Pieces(64, 8)] == {8}
+    assert exchanges[Pieces(32, 8)] == {8 + 2}, "what comes back, in two"
+    assert exchanges[Pieces(1, 2)] == {8 + 4}, "all rows"
 
 
 # --- what goes wrong ---
@@ -189,6 +227,18 @@ def test_hosts_that_cannot_be_are_refused_on_every_rank(
         assert raised == kind and said in message
 
 
+def cut_alike(rank: int, world: int, _: None) -> Told:
+    placement, pieces = ExpertPlacement.balanced(4, world), Pieces(most=1 + rank // 2)
+    return caught(
+        lambda: HierarchicalDispatcher(placement, dist.group.WORLD, rank, pieces=pieces, hosts=two_hosts(world))
+    )
+
+
+def test_ranks_that_would_cut_into_other_pieces_are_refused(pool4: RankPool) -> None:
+    for raised, message in pool4.run(cut_alike, None):
+        assert raised == "RankMismatch" and "pieces" in message
+
+
 def on_one_host(rank: int, world: int, _: None) -> Told:
     return caught(lambda: make_dispatcher(4, dist.group.WORLD, "hierarchical"))
 
@@ -198,17 +248,35 @@ def test_one_host_is_told_what_to_use_instead(pool2: RankPool) -> None:
         assert raised == "ConfigError" and "all ranks are on one host; use 'shared_memory'" in message
 
 
-def little_memory(rank: int, world: int, reserve: int) -> tuple[bool, list[str]]:
-    """One rank's heap may grow to ``reserve`` bytes only. Equal to one rank's bits? And the warnings."""
+def filled(heap: Any) -> list[Tensor]:
+    """Blocks that leave no room in ``heap`` for rows."""
+    blocks: list[Tensor] = []
+    while True:
+        try:
+            blocks.append(block(heap, 1, 1 << 14, torch.float32))
+        except HeapError:
+            return blocks
+
+
+def little_memory(rank: int, world: int, operation: str) -> tuple[bool, list[str]]:
+    """Shared memory of one rank is full from ``operation`` on. Equal to one rank's bits? And the warnings."""
     import warnings
 
     hosts = HostMap.of(two_hosts(world))
     group = dist.new_group()
     own = host_group(group, hosts.members(hosts.host(rank)), 30.0)
-    SharedGroup.of(own, SharedOptions(initial_bytes=1 << 20, reserve_bytes=reserve if rank == 1 else 1 << 30))
+    heap = SharedGroup.of(own, SharedOptions(initial_bytes=1 << 20, reserve_bytes=8 << 20)).heap
     case = Case("wide", tokens=600, hidden=2048, top_k=1, split="even")
     batch, experts = cases.make(case)
     dispatcher = workers.build(case, group, Job("hierarchical"), rank, world)
+    real, taken = getattr(dispatcher, operation), []
+
+    def full(*arguments: Any) -> Any:
+        taken.extend(filled(heap))
+        return real(*arguments)
+
+    if rank == 1:
+        setattr(dispatcher, operation, full)
     span = dispatcher.local_experts
     with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
@@ -221,11 +289,11 @@ def little_memory(rank: int, world: int, reserve: int) -> tuple[bool, list[str]]
     return same, [str(w.message) for w in caught_warnings if issubclass(w.category, RuntimeWarning)]
 
 
-@pytest.mark.parametrize("reserve", [1 << 20, 2 << 20], ids=["dispatch", "combine"])
-def test_without_room_in_shared_memory_rows_take_another_way(reserve: int, pool4: RankPool) -> None:
-    """150 rows of 8 KB for each rank: 1 MiB is too little for them, 2 MiB for the results beside them."""
+@pytest.mark.parametrize("operation", ["_send", "_sum", "_spread"])
+def test_without_room_in_shared_memory_rows_take_another_way(operation: str, pool4: RankPool) -> None:
+    """150 rows of 8 KB for each rank."""
     pytest.importorskip("moe_comm._C", reason="the native core is not built")
-    for rank, (same, warned) in enumerate(pool4.run(little_memory, reserve)):
+    for rank, (same, warned) in enumerate(pool4.run(little_memory, operation)):
         assert same
         assert bool(warned) == (rank < 2), "only that rank's host"
         assert all("go over the group's backend instead" in text for text in warned)
@@ -246,6 +314,35 @@ def die_inside(rank: int, world: int, job: Job) -> tuple[Told, Told]:
 def test_a_rank_lost_inside_its_host_is_an_error_on_every_rank(deterministic: bool, pool4: RankPool) -> None:
     job = replace(Job("hierarchical", timeout_s=20.0), deterministic=deterministic)
     found = pool4.run(die_inside, job, timeout=15, expect_dead={1})
+    for rank, told in enumerate(found):
+        if rank != 1:
+            (raised, message), (again, _) = told
+            assert raised == "PeerDied" and "rank 1" in message, told
+            assert again == "PeerDied", "refused from then on"
+
+
+def die_between_pieces(rank: int, world: int, job: Job) -> tuple[Told, Told]:
+    """Rank 1 dies when a piece of what goes home has left, and others have not."""
+    dispatcher: Any = How(job, pieces=CUT).build(cases.BY_NAME["plain"], rank, world)
+    x_TD, ids_TK = torch.ones(6, 8), torch.arange(12).view(6, 2) % 8
+    sent = dispatcher.dispatch(x_TD, ids_TK, label="moe.3")
+    start, left = dispatcher.channel.start_all_to_all, 0
+
+    def dies(rows: Tensor, send: list[int], receive: list[int], doing: str) -> Any:
+        nonlocal left
+        left += rows.dim() == 2
+        if left == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return start(rows, send, receive, doing)
+
+    if rank == 1:
+        dispatcher.channel.start_all_to_all = dies
+    told = caught(lambda: dispatcher.combine(sent.rows_RD, torch.ones(6, 2), sent.layout))
+    return told, caught(lambda: dispatcher.dispatch(x_TD, ids_TK))
+
+
+def test_a_rank_lost_between_pieces_is_an_error_on_every_rank(pool4: RankPool) -> None:
+    found = pool4.run(die_between_pieces, Job("hierarchical", timeout_s=20.0), timeout=15, expect_dead={1})
     for rank, told in enumerate(found):
         if rank != 1:
             (raised, message), (again, _) = told

@@ -16,7 +16,7 @@ from moe_comm.dispatch.relay_routes import (
     HostMap,
     Way,
     departures,
-    expert_orders,
+    expert_places,
     ids_dtype,
     inter_host_bytes,
     units,
@@ -136,7 +136,7 @@ def test_the_ids_of_many_experts_are_wider() -> None:
 @SEEDED
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 3), st.data())
 def test_rows_stand_by_source_rank(hosts: int, per_host: int, experts: int, data: st.DataObject) -> None:
-    where = HostMap(hosts, per_host)
+    where, host = HostMap(hosts, per_host), data.draw(st.integers(0, hosts - 1))
     counts = [[data.draw(st.integers(0, 3)) for _ in range(experts + 1)] for _ in range(where.world)]
     arrived = [
         (e, source, row)
@@ -145,13 +145,10 @@ def test_rows_stand_by_source_rank(hosts: int, per_host: int, experts: int, data
         for source in range(local, where.world, per_host)
         for row in range(counts[source][1 + e])
     ]
-    orders = expert_orders(np.array(counts, np.int64), range(1, 1 + experts), where, torch.device("cpu"))
-    if orders is None:
-        assert arrived == sorted(arrived)
-        return
-    final_R, arrived_R = orders
-    assert [arrived[i] for i in final_R.tolist()] == sorted(arrived)
-    assert final_R[arrived_R].tolist() == arrived_R[final_R].tolist() == list(range(len(arrived)))
+    places = expert_places(np.array(counts, np.int64), range(1, 1 + experts), where, host, torch.device("cpu"))
+    for place_N, near in zip(places, (True, False), strict=True):
+        side = [row for row in arrived if (where.host(row[1]) == host) == near]
+        assert [sorted(arrived)[place] for place in place_N.tolist()] == side
 
 
 def test_a_token_crosses_once_however_many_of_its_experts_are_there() -> None:
