@@ -35,10 +35,11 @@ $(BIN)/python:
 # torch comes first and pinned, so that nothing installed later brings another one.
 $(STAMP): constraints.txt pyproject.toml | $(BIN)/python
 	@mkdir -p build
-	@{ grep -v -e '^torch==' -e '^triton==' constraints.txt; echo '$(TORCH)'; } > $(PINS)
+	@{ grep -v -e '^torch==' -e '^triton==' -e '^nvidia-' constraints.txt; echo '$(TORCH)'; } > $(PINS)
 	$(BIN)/python -m pip install --quiet -c $(PINS) '$(TORCH)'
-	@# torch for GPUs has brought the Triton that it was made for; torch for CPUs brings none.
-	@$(BIN)/python -m pip show torch | grep -q '^Requires:.*triton' || grep '^triton==' constraints.txt >> $(PINS)
+	@# torch for GPUs has brought the Triton and NVRTC that it was made for; torch for CPUs brings none.
+	@$(BIN)/python -m pip show torch | grep -q '^Requires:.*triton' \
+	  || grep -e '^triton==' -e '^nvidia-' constraints.txt >> $(PINS)
 	$(BIN)/python -m pip install --quiet -c $(PINS) setuptools pybind11 cmake ninja
 	$(BIN)/python -m pip install --quiet -c $(PINS) --no-build-isolation -e '.[$(EXTRAS)]'
 	@rm -f $(VENV)/.installed-*
@@ -83,7 +84,8 @@ sanitize: $(STAMP)
 	done
 
 ARM_CXX ?= aarch64-linux-gnu-g++
-ARM_SOURCES = $(filter-out %isa_avx2.cpp %isa_avx512.cpp,$(wildcard csrc/cpu/*.cpp)) $(wildcard csrc/tests/*.cpp)
+ARM_SOURCES = $(filter-out %isa_avx2.cpp %isa_avx512.cpp,$(wildcard csrc/cpu/*.cpp)) \
+  csrc/cuda/host.cpp $(wildcard csrc/tests/*.cpp)
 neon:
 	@mkdir -p build
 	$(ARM_CXX) -std=c++17 -O2 -Wall -Wextra -Werror -ffp-contract=off -Icsrc -static $(ARM_SOURCES) -o build/neon-tests -lpthread -lrt

@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "bind_operators.h"
+#include "bind_p2p.h"
 #include "cpu/communicator.h"
 #include "cpu/dlpack.h"
 #include "cpu/errors.h"
@@ -16,6 +17,8 @@
 #include "cpu/pool.h"
 #include "cpu/rendezvous.h"
 #include "cpu/transfer.h"
+#include "cpu/underway.h"
+#include "cuda/sources.h"
 
 #ifdef MOE_COMM_WITH_CUDA
 #include "cuda/probe.h"
@@ -73,6 +76,17 @@ py::capsule matrix_tensor(char* data, int64_t rows, int64_t columns, int dtype, 
 py::capsule block_tensor(std::shared_ptr<Heap> heap, int64_t offset, int64_t rows, int64_t columns, int dtype) {
   char* data = heap->base() + offset;
   return matrix_tensor(data, rows, columns, dtype, [heap = std::move(heap), offset] { heap->free(offset); });
+}
+
+// A block that peers write to until `arriving` is finished. If it never is, they may still do, and it is not used
+// again.
+py::capsule arriving_tensor(std::shared_ptr<Heap> heap, std::shared_ptr<Arriving> arriving, int64_t offset,
+                            const Layout& layout) {
+  char* data = heap->base() + offset;
+  return matrix_tensor(data, layout.rows, layout.hidden, layout.dtype,
+                       [heap = std::move(heap), arriving = std::move(arriving), offset] {
+                         if (arriving->finished()) heap->free(offset);
+                       });
 }
 
 Op make_op(const std::array<int64_t, kComparedWords>& compared, std::string label, int64_t fault, std::string text) {
@@ -175,40 +189,64 @@ PYBIND11_MODULE(_C, m) {
   py::class_<Layout, std::shared_ptr<Layout>>(m, "Layout")
       .def_property_readonly("rows_per_expert", [](const Layout& l) { return py::tuple(py::cast(l.rows_per_expert)); })
       .def_readonly("rows", &Layout::rows)
+      .def_property_readonly("counts",
+                             [](const Layout& l) {
+                               return py::bytes(reinterpret_cast<const char*>(l.counts.data()), l.counts.size() * 8);
+                             })
       .def_readonly("dropped", &Layout::dropped);
+
+  py::class_<Arriving, std::shared_ptr<Arriving>>(m, "Arriving")
+      .def("ready", &Arriving::ready)
+      .def("next", &Arriving::next, py::call_guard<py::gil_scoped_release>())
+      .def("finish", &Arriving::finish, py::call_guard<py::gil_scoped_release>())
+      .def("finished", &Arriving::finished)
+      .def("abandon", &Arriving::abandon);
+
+  py::class_<Leaving, std::shared_ptr<Leaving>>(m, "Leaving")
+      .def("raise_flag", &Leaving::raise)
+      .def("ready", &Leaving::ready)
+      .def("sum",
+           [](Leaving& l, uintptr_t weights, uintptr_t y) {
+             py::gil_scoped_release release;
+             l.sum(pointer<float>(weights), pointer<char>(y));
+           })
+      .def("finish", &Leaving::finish, py::call_guard<py::gil_scoped_release>())
+      .def("finished", &Leaving::finished)
+      .def("abandon", &Leaving::abandon);
 
   py::class_<Transfer>(m, "Transfer")
       .def(py::init<std::shared_ptr<Communicator>, std::shared_ptr<Heap>, std::vector<int64_t>, int>(),
            py::arg("communicator").none(true), py::arg("heap"), py::arg("expert_offsets"), py::arg("threads"))
-      .def("send",
+      .def("start_send",
            [](Transfer& t, const std::array<int64_t, kComparedWords>& compared, std::string label, int64_t fault,
               std::string text, uintptr_t x, int64_t x_stride, uintptr_t ids, int64_t tokens, int64_t top_k,
               int64_t hidden, int dtype) {
              const Op op = make_op(compared, std::move(label), fault, std::move(text));
              const Sent sent = without_gil([&] {
-               return t.send(op, {pointer<char>(x), x_stride}, pointer<int64_t>(ids), {tokens, top_k, hidden, dtype});
+               return t.start_send(op, {pointer<char>(x), x_stride}, pointer<int64_t>(ids),
+                                   {tokens, top_k, hidden, dtype});
              });
-             return py::make_tuple(block_tensor(t.heap_ptr(), sent.block, sent.layout->rows, hidden, dtype),
-                                   sent.layout);
+             return py::make_tuple(arriving_tensor(t.heap_ptr(), sent.arriving, sent.block, *sent.layout), sent.layout,
+                                   sent.arriving);
            })
-      .def("sum",
-           [](Transfer& t, const std::array<int64_t, kComparedWords>& compared, std::string label, const Layout& layout,
-              uintptr_t rows, int64_t rows_stride, uintptr_t weights, uintptr_t y) {
-             const Op op = make_op(compared, std::move(label), 0, "");
-             without_gil([&] {
-               t.sum(op, layout, {pointer<char>(rows), rows_stride}, pointer<float>(weights), pointer<char>(y));
-               return 0;
-             });
-           })
-      .def("spread", [](Transfer& t, const std::array<int64_t, kComparedWords>& compared, std::string label,
-                        const Layout& layout, uintptr_t g, int64_t g_stride, uintptr_t rows, int64_t rows_stride,
-                        uintptr_t weights, bool weight_grads, uintptr_t grad_weights) {
+      .def(
+          "start_sum",
+          [](Transfer& t, const std::array<int64_t, kComparedWords>& compared, std::string label, int64_t fault,
+             std::string text, const Layout& layout, uintptr_t rows, int64_t rows_stride, bool computed) {
+            const Op op = make_op(compared, std::move(label), fault, std::move(text));
+            py::gil_scoped_release release;
+            return t.start_sum(op, layout, {pointer<char>(rows), rows_stride}, computed);
+          },
+          py::keep_alive<0, 6>())
+      .def("start_spread", [](Transfer& t, const std::array<int64_t, kComparedWords>& compared, std::string label,
+                              const Layout& layout, uintptr_t g, int64_t g_stride, uintptr_t rows, int64_t rows_stride,
+                              uintptr_t weights, bool weight_grads, uintptr_t grad_weights) {
         const Op op = make_op(compared, std::move(label), 0, "");
-        const int64_t block = without_gil([&] {
-          return t.spread(op, layout, {pointer<char>(g), g_stride}, {pointer<char>(rows), rows_stride},
-                          pointer<float>(weights), weight_grads, pointer<float>(grad_weights));
+        const Spread spread = without_gil([&] {
+          return t.start_spread(op, layout, {pointer<char>(g), g_stride}, {pointer<char>(rows), rows_stride},
+                                pointer<float>(weights), weight_grads, pointer<float>(grad_weights));
         });
-        return block_tensor(t.heap_ptr(), block, layout.rows, layout.hidden, layout.dtype);
+        return py::make_tuple(arriving_tensor(t.heap_ptr(), spread.arriving, spread.block, layout), spread.arriving);
       });
 
   py::class_<Exchange>(m, "Exchange")
@@ -261,6 +299,7 @@ PYBIND11_MODULE(_C, m) {
       .def("abandon", &Rendezvous::abandon);
 
   bind_operators(m);
+  bind_p2p(m);
   m.def("pack_header",
         [](const std::array<int64_t, kComparedWords>& compared, std::string label, int64_t fault, std::string text) {
           return py::bytes(pack_header(make_op(compared, std::move(label), fault, std::move(text))));
@@ -269,6 +308,18 @@ PYBIND11_MODULE(_C, m) {
   m.def("isa", [] { return std::string(kernels().name); }, "The instruction set in use.");
   m.def("isas", &isa_names, "Instruction sets that can run here, best first.");
   m.def("set_isa", &set_isa, "Use another instruction set (tests); False if it cannot run here.");
+  m.def("cuda_sources", &cuda_sources,
+        "The device code that this build was made from: path below csrc -> text, for NVRTC.");
+  m.def(
+      "cuda_archs",
+      [] {
+#ifdef MOE_COMM_WITH_CUDA
+        return cuda_archs();
+#else
+        return std::string();
+#endif
+      },
+      "What nvcc compiled the kernels for, as in sm_80,sm_90a; empty without. Touches no GPU.");
   m.def("cuda_probe", []() -> py::object {
 #ifdef MOE_COMM_WITH_CUDA
     return py::str(cuda_probe_json());

@@ -9,7 +9,16 @@
 // so the start of (expert e, source s) needs the counts of all ranks and two prefix sums, and no atomics.
 #pragma once
 
+#if defined(__CUDACC_RTC__)  // has no headers of the C++ library
+using int64_t = long long;
+using uint64_t = unsigned long long;
+using int32_t = int;
+using uint32_t = unsigned int;
+using uint16_t = unsigned short;
+using uint8_t = unsigned char;
+#else
 #include <cstdint>
+#endif
 
 #if defined(__CUDACC__)
 #define MOE_HD __host__ __device__

@@ -51,6 +51,10 @@ class MissingDependency(MoeCommError, ImportError):
     """An optional package is needed for this; the message names the extra that brings it."""
 
 
+class KernelError(MoeCommError):
+    """A GPU kernel could not be compiled, loaded or launched; its text has the compiler's or the driver's words."""
+
+
 class NonFiniteLoss(MoeCommError, ArithmeticError):
     """The loss or its gradient is NaN or infinite; raised on every rank before the weights change."""
 

@@ -152,9 +152,13 @@ def test_a_wheel_built_in_isolation_works_where_only_it_is_installed(tmp_path: P
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site), str(wheel)]
     done = subprocess.run(install, env=env, **CHILD)
     assert done.returncode == 0, done.stderr
-    code = "import moe_comm, moe_comm._C as core; print(moe_comm.__file__, core.cuda_probe(), core.isa())"
+    code = (
+        "import moe_comm, moe_comm._C as core; "
+        "print(moe_comm.__file__, core.cuda_probe(), core.isa(), 'cuda/kernels.cu' in core.cuda_sources())"
+    )
     env |= {"PYTHONPATH": str(site)}
     done = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, **CHILD)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(str(site))
     assert " None " in done.stdout
+    assert done.stdout.endswith(" True\n"), "without CUDA, it must carry the device code for NVRTC"

@@ -14,6 +14,7 @@
 #include <cstdio>
 #include <cstring>
 #include <new>
+#include <stdexcept>
 
 #include "errors.h"
 #include "futex.h"
@@ -385,19 +386,37 @@ void Communicator::begin(const Op& op) {
   }
 }
 
-int Communicator::wait_any(const std::vector<int>& peers) {
+int Communicator::wait_first(const std::vector<int>& peers, uint32_t phase) {
   int found = -1;
   Patience patience(*this);
   wait_for(peers.front(), patience, [&] {
     for (const int p : peers) {
-      if (!has_reached(p, kArrived)) continue;
+      if (!has_reached(p, phase)) continue;
       found = p;
       return true;
     }
     return false;
   });
+  return found;
+}
+
+int Communicator::wait_any(const std::vector<int>& peers) {
+  const int found = wait_first(peers, kArrived);
   if (!agrees(found)) disagree();
   return found;
+}
+
+bool Communicator::has_posted(int peer) const { return has_reached(peer, kArrived); }
+
+int Communicator::wait_left(const std::vector<int>& peers) { return wait_first(peers, kDone); }
+
+bool Communicator::has_left(int peer) const { return has_reached(peer, kDone); }
+
+void Communicator::must_be_peers(const std::vector<int>& peers) const {
+  if (peers.empty()) throw std::invalid_argument("there is no peer to wait for");
+  for (const int p : peers) {
+    if (p < 0 || p >= world_ || p == rank_) throw std::invalid_argument("rank " + std::to_string(p) + " is no peer");
+  }
 }
 
 void Communicator::raise(std::atomic<uint32_t>& flag, int peer) {

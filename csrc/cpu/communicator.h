@@ -11,7 +11,7 @@
 // Nobody starts operation n + 1 before all are done with n, so one record per rank is enough.
 //
 // begin waits for all. An operation that has work to do meanwhile takes it apart: post, then wait_any for its peers one
-// after the other, and flags of its own within the block that it offers.
+// after the other, and flags of its own within the block that it offers; and at its end leave, then wait_left.
 #pragma once
 
 #include <atomic>
@@ -37,6 +37,7 @@ struct Record {
   int64_t rows_offset;    // the block peers read from (sum, spread)
   int64_t rows_bytes;     // its size, and that of the block written to in spread
   int64_t block_offset;   // the block peers write to; -1 while there is none, -2 if it could not be allocated
+  int64_t flags_offset;   // sum: for each rank, whether the rows that it reads stand; -1: all do
 };
 
 struct Control {
@@ -117,6 +118,14 @@ class Communicator {
   // The rest of it, peer by peer: the first of `peers` that has posted, once one has. Throws HandshakeFailed if it
   // posted something else, and this operation is over. Every rank must ask for each of its peers: so all find out.
   int wait_any(const std::vector<int>& peers);
+  // Whether wait_any would give `peer` at once; and then, whether it would throw.
+  bool has_posted(int peer) const;
+  bool agrees(int peer) const;
+  // The first of `peers` that reads and writes this rank's memory no more, once there is one.
+  int wait_left(const std::vector<int>& peers);
+  bool has_left(int peer) const;
+  // Throws std::invalid_argument unless `peers` are some of the other ranks.
+  void must_be_peers(const std::vector<int>& peers) const;
   // Tell `peer`, which may be waiting for it, that `flag` in this rank's memory is up.
   void raise(std::atomic<uint32_t>& flag, int peer);
   // Until `flag` in the memory of `peer` is up. Throws HandshakeFailed if it left instead because ranks disagree.
@@ -149,7 +158,8 @@ class Communicator {
   template <class Met>
   void wait_for(int peer, Patience& patience, Met met);
   bool has_reached(int peer, uint32_t phase) const;
-  bool agrees(int peer) const;
+  // The first of `peers` to reach `phase`.
+  int wait_first(const std::vector<int>& peers, uint32_t phase);
   // Once all have posted, throws HandshakeFailed.
   [[noreturn]] void disagree();
   void look_after(int waiting_for);

@@ -35,12 +35,7 @@ void Rendezvous::check_open() const {
 
 int Rendezvous::next(const std::vector<int>& peers) {
   check_open();
-  for (const int p : peers) {
-    if (p < 0 || p >= communicator_->world() || p == communicator_->rank()) {
-      throw std::invalid_argument("rank " + std::to_string(p) + " is no peer");
-    }
-  }
-  if (peers.empty()) throw std::invalid_argument("there is no peer to wait for");
+  communicator_->must_be_peers(peers);
   try {
     const int peer = communicator_->wait_any(peers);
     met_[static_cast<size_t>(peer)] = true;

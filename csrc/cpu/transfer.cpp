@@ -64,23 +64,22 @@ std::string Transfer::routing_fault(const int64_t* ids, const Shape& shape) cons
          " (-1 drops a slot); " + std::to_string(bad) + " bad ids";
 }
 
-Sent Transfer::send(Op op, Rows x, const int64_t* ids, Shape shape) {
+Sent Transfer::start_send(Op op, Rows x, const int64_t* ids, Shape shape) {
   const int64_t experts = static_cast<int64_t>(owner_.size());
   const int64_t slots = shape.tokens * shape.top_k;
   const size_t world_size = static_cast<size_t>(world()), my_rank = static_cast<size_t>(rank());
 
-  OpScope scope(communicator_.get());
+  auto arriving = std::make_shared<Arriving>(communicator_, heap_);
   Record local{};
   Record& mine = communicator_ ? communicator_->record() : local;
 
-  // Count this rank's slots per expert where the peers can read it.
-  std::vector<int64_t> scratch;
+  // Count this rank's slots per expert where the peers can read it. Memory that runs out on one rank becomes the same
+  // error on all: it travels as the fault of the handshake.
   int64_t* counts = nullptr;
   mine.block_offset = kBlockFailed;
   try {
-    scratch.push_back(heap_->alloc(experts * 8));
-    mine.counts_offset = scratch[0];
-    counts = reinterpret_cast<int64_t*>(heap_->base() + scratch[0]);
+    mine.counts_offset = arriving->alloc(experts * 8);
+    counts = reinterpret_cast<int64_t*>(heap_->base() + mine.counts_offset);
     std::memset(counts, 0, static_cast<size_t>(experts) * 8);
   } catch (const HeapError& error) {
     if (!op.fault) op.fault_text = error.what();
@@ -106,15 +105,17 @@ Sent Transfer::send(Op op, Rows x, const int64_t* ids, Shape shape) {
     op.fault = kRoutingFault;
     op.fault_text = routing_fault(ids, shape);
   }
-  begin(op, scratch);
-  std::vector<const int64_t*> all_counts(world_size);
+  arriving->begin(op);
+  layout->counts.resize(world_size * static_cast<size_t>(experts));
   for (int p = 0; p < world(); ++p) {
-    const int64_t offset = communicator_ ? communicator_->record(p).counts_offset : scratch[0];
-    all_counts[static_cast<size_t>(p)] = reinterpret_cast<const int64_t*>(address(p, offset, experts * 8));
+    const int64_t offset = communicator_ ? communicator_->record(p).counts_offset : mine.counts_offset;
+    if (experts == 0) break;
+    std::memcpy(layout->counts.data() + p * experts, address(p, offset, experts * 8), static_cast<size_t>(experts) * 8);
   }
+  const auto count = [&](int64_t s, int64_t e) { return layout->counts[static_cast<size_t>(s * experts + e)]; };
   const auto rows_of = [&](int64_t e) {
     int64_t rows = 0;
-    for (const int64_t* from : all_counts) rows += from[e];
+    for (int s = 0; s < world(); ++s) rows += count(s, e);
     return rows;
   };
 
@@ -126,16 +127,14 @@ Sent Transfer::send(Op op, Rows x, const int64_t* ids, Shape shape) {
   const int64_t row_bytes = shape.hidden * dtype_bytes(shape.dtype);
   std::string heap_error;
   try {
-    mine.block_offset = heap_->alloc(layout->rows * row_bytes);
+    mine.block_offset = arriving->alloc(layout->rows * row_bytes);
   } catch (const HeapError& error) {
     heap_error = error.what();
   }
   if (communicator_) communicator_->publish_ready();
 
   std::vector<int64_t> next_row(static_cast<size_t>(experts));
-  first_rows(
-      expert_offsets_.data(), world(), rank(), [&](int s, int64_t e) { return all_counts[static_cast<size_t>(s)][e]; },
-      next_row.data());
+  first_rows(expert_offsets_.data(), world(), rank(), count, next_row.data());
   layout->place.resize(static_cast<size_t>(slots));
   for (int64_t i = 0; i < slots; ++i) {
     const size_t e = static_cast<size_t>(ids[i]);
@@ -156,30 +155,34 @@ Sent Transfer::send(Op op, Rows x, const int64_t* ids, Shape shape) {
     for (int64_t e = expert_offsets_[owner]; e < expert_offsets_[owner + 1]; ++e) rows += rows_of(e);
     base[owner] = address(p, block, rows * row_bytes);
   }
-  const int64_t block = mine.block_offset;
-  if (failed < 0 && row_bytes > 0) {
-    const TokenLoop loop = token_loop(*layout, base, slots * row_bytes);
-    parallel_for(shape.tokens, grain(*layout), threads_,
-                 [&](int64_t first, int64_t last) { kernels().scatter(loop, first, last, x.data, x.stride); });
-  }
-  scope.finish();
-  heap_->free(scratch[0]);
   if (failed >= 0) {
-    if (block != kBlockFailed) heap_->free(block);
+    arriving->finish();
     throw HeapError(!heap_error.empty() ? heap_error
                                         : "rank " + std::to_string(failed) +
                                               " has no room for its rows in shared memory; nothing was sent");
   }
-  return {std::move(layout), block};
+  if (row_bytes > 0) {
+    const TokenLoop loop = token_loop(*layout, base, slots * row_bytes);
+    parallel_for(shape.tokens, grain(*layout), threads_,
+                 [&](int64_t first, int64_t last) { kernels().scatter(loop, first, last, x.data, x.stride); });
+  }
+  const int64_t block = arriving->give(mine.block_offset);
+  arriving->leave();
+  return {std::move(layout), block, std::move(arriving)};
 }
 
-int64_t Transfer::place_rows(const Layout& layout, Rows rows, std::vector<int64_t>& scratch) {
+Sent Transfer::send(Op op, Rows x, const int64_t* ids, Shape shape) {
+  Sent sent = start_send(std::move(op), x, ids, shape);
+  sent.arriving->finish();
+  return sent;
+}
+
+int64_t Transfer::place_rows(const Layout& layout, Rows rows, Underway& underway) {
   const int64_t row_bytes = layout.hidden * dtype_bytes(layout.dtype);
   const int64_t bytes = layout.rows * row_bytes;
   if (bytes == 0) return 0;
   if (rows.stride == row_bytes && heap_->owns(rows.data, bytes)) return rows.data - heap_->base();
-  const int64_t offset = heap_->alloc(bytes);
-  scratch.push_back(offset);
+  const int64_t offset = underway.alloc(bytes);
   char* copy = heap_->base() + offset;
   parallel_for(layout.rows, std::max<int64_t>(1, kGrainBytes / std::max<int64_t>(1, row_bytes)), threads_,
                [&](int64_t first, int64_t last) {
@@ -197,67 +200,57 @@ bool Transfer::made_here(const Layout& layout, Op& op) const {
   return false;
 }
 
-void Transfer::begin(const Op& op, const std::vector<int64_t>& scratch) {
-  try {
-    if (communicator_) {
-      communicator_->begin(op);
-    } else if (op.fault) {
-      throw HandshakeFailed({pack_header(op)});
-    }
-  } catch (const HandshakeFailed&) {
-    for (int64_t block : scratch) heap_->free(block);
-    throw;
-  }
-}
-
 char* Transfer::address(int peer, int64_t offset, int64_t bytes) const {
   return communicator_ ? communicator_->address(peer, offset, bytes) : heap_->base() + offset;
 }
 
-void Transfer::sum(Op op, const Layout& layout, Rows rows, const float* weights, char* y) {
-  const int64_t row_bytes = layout.hidden * dtype_bytes(layout.dtype);
-  std::vector<int64_t> scratch;
-  Record local{};
-  OpScope scope(communicator_.get());
-  Record& mine = communicator_ ? communicator_->record() : local;
-  mine.rows_bytes = layout.rows * row_bytes;
+std::shared_ptr<Leaving> Transfer::start_sum(Op op, const Layout& layout, Rows rows, bool computed) {
+  auto leaving = std::make_shared<Leaving>(communicator_, heap_, layout, threads_);
   try {
-    if (made_here(layout, op)) mine.rows_offset = place_rows(layout, rows, scratch);
+    if (!op.fault && made_here(layout, op)) {
+      const int64_t bytes = layout.rows * layout.hidden * dtype_bytes(layout.dtype);
+      if (!computed && bytes > 0 && !heap_->owns(rows.data, bytes)) {
+        throw std::invalid_argument("rows that peers read while they are computed must stand in this rank's heap");
+      }
+      leaving->offer(place_rows(layout, rows, *leaving), computed);
+    }
   } catch (const HeapError& error) {
     op.fault = kHeapFault;
     op.fault_text = error.what();
   }
-  begin(op, scratch);
-  std::vector<char*> base(static_cast<size_t>(world()), nullptr);
-  for (int p = 0; p < world(); ++p) {
-    const Record& other = communicator_ ? communicator_->record(p) : local;
-    base[static_cast<size_t>(p)] = address(p, other.rows_offset, other.rows_bytes);
-  }
-  const TokenLoop loop = token_loop(layout, base, layout.tokens * row_bytes);
-  parallel_for(layout.tokens, grain(layout), threads_,
-               [&](int64_t first, int64_t last) { kernels().sum(loop, first, last, y, row_bytes, weights); });
-  scope.finish();
-  for (int64_t block : scratch) heap_->free(block);
+  leaving->post(op);
+  return leaving;
 }
 
-int64_t Transfer::spread(Op op, const Layout& layout, Rows g, Rows rows, const float* weights, bool weight_grads,
-                         float* grad_weights) {
+void Transfer::sum(Op op, const Layout& layout, Rows rows, const float* weights, char* y) {
+  const std::shared_ptr<Leaving> leaving = start_sum(std::move(op), layout, rows, true);
+  leaving->sum(weights, y);
+  leaving->finish();
+}
+
+void sum_rows(const Layout& layout, const std::vector<char*>& base, const float* weights, int threads, char* y) {
   const int64_t row_bytes = layout.hidden * dtype_bytes(layout.dtype);
-  std::vector<int64_t> scratch;
+  const TokenLoop loop = token_loop(layout, base, layout.tokens * row_bytes);
+  parallel_for(layout.tokens, grain(layout), threads,
+               [&](int64_t first, int64_t last) { kernels().sum(loop, first, last, y, row_bytes, weights); });
+}
+
+Spread Transfer::start_spread(Op op, const Layout& layout, Rows g, Rows rows, const float* weights, bool weight_grads,
+                              float* grad_weights) {
+  const int64_t row_bytes = layout.hidden * dtype_bytes(layout.dtype);
+  auto arriving = std::make_shared<Arriving>(communicator_, heap_);
   Record local{};
-  OpScope scope(communicator_.get());
   Record& mine = communicator_ ? communicator_->record() : local;
   mine.rows_bytes = layout.rows * row_bytes;
   mine.rows_offset = 0;
   try {
-    scratch.push_back(heap_->alloc(mine.rows_bytes));
-    mine.block_offset = scratch[0];
-    if (made_here(layout, op) && weight_grads) mine.rows_offset = place_rows(layout, rows, scratch);
+    mine.block_offset = arriving->alloc(mine.rows_bytes);
+    if (made_here(layout, op) && weight_grads) mine.rows_offset = place_rows(layout, rows, *arriving);
   } catch (const HeapError& error) {
     op.fault = kHeapFault;
     op.fault_text = error.what();
   }
-  begin(op, scratch);
+  arriving->begin(op);
   std::vector<char*> base(static_cast<size_t>(world()), nullptr), grad_base(base);
   for (int p = 0; p < world(); ++p) {
     const Record& other = communicator_ ? communicator_->record(p) : local;
@@ -269,9 +262,16 @@ int64_t Transfer::spread(Op op, const Layout& layout, Rows g, Rows rows, const f
     kernels().spread(loop, first, last, g.data, g.stride, weights, grad_base.data(),
                      weight_grads ? grad_weights : nullptr);
   });
-  scope.finish();
-  for (size_t i = 1; i < scratch.size(); ++i) heap_->free(scratch[i]);
-  return scratch[0];
+  const int64_t block = arriving->give(mine.block_offset);
+  arriving->leave();
+  return {block, std::move(arriving)};
+}
+
+int64_t Transfer::spread(Op op, const Layout& layout, Rows g, Rows rows, const float* weights, bool weight_grads,
+                         float* grad_weights) {
+  const Spread spread = start_spread(std::move(op), layout, g, rows, weights, weight_grads, grad_weights);
+  spread.arriving->finish();
+  return spread.block;
 }
 
 }  // namespace moe_comm

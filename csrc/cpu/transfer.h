@@ -5,6 +5,8 @@
 //   sum      rank 0: y ◀─┬─── rank 0's rows      peers' rows are read where they lie
 //                        └─── rank 1's rows
 //   spread   sum's backward: gradients out to blocks, and dot products with the rows, in one pass
+//
+// Each is begun by start_*, and is over when what that returned is finished (underway.h).
 #pragma once
 
 #include <cstdint>
@@ -12,6 +14,7 @@
 #include <vector>
 
 #include "communicator.h"
+#include "underway.h"
 
 namespace moe_comm {
 
@@ -19,6 +22,7 @@ namespace moe_comm {
 struct Layout {
   std::vector<int64_t> place;            // [T * K] packed places (layout.h), kDropped for none
   std::vector<int64_t> rows_per_expert;  // of this rank's experts
+  std::vector<int64_t> counts;           // [world, E] slots that each rank has for each expert
   int64_t tokens = 0, top_k = 0, hidden = 0;
   int dtype = 0;
   const void* maker = nullptr;  // the Transfer that places refer to
@@ -32,9 +36,16 @@ struct Rows {
   int64_t stride = 0;
 };
 
+// Rows on their way into this rank's block. `arriving` is of use until it is finished, and no peer writes after that.
 struct Sent {
   std::shared_ptr<Layout> layout;
   int64_t block = -1;  // offset in this rank's heap
+  std::shared_ptr<Arriving> arriving;
+};
+
+struct Spread {
+  int64_t block = -1;
+  std::shared_ptr<Arriving> arriving;
 };
 
 struct Shape {
@@ -49,10 +60,19 @@ class Transfer {
   Transfer(std::shared_ptr<Communicator> communicator, std::shared_ptr<Heap> heap, std::vector<int64_t> expert_offsets,
            int threads);
 
+  // All rows of this rank stand at their owners when it returns.
+  Sent start_send(Op op, Rows x, const int64_t* ids, Shape shape);
+  // Where not `computed`, `rows` stand in this rank's heap and are filled while flags rise. The layout must outlive it.
+  std::shared_ptr<Leaving> start_sum(Op op, const Layout& layout, Rows rows, bool computed);
+  // `block` is of gradient rows; this rank's stand at their owners. Without `weight_grads`, rows and grad_weights are
+  // not used.
+  Spread start_spread(Op op, const Layout& layout, Rows g, Rows rows, const float* weights, bool weight_grads,
+                      float* grad_weights);
+
+  // Both halves of each.
   Sent send(Op op, Rows x, const int64_t* ids, Shape shape);
   // weights may be null for ones
   void sum(Op op, const Layout& layout, Rows rows, const float* weights, char* y);
-  // Returns the block of gradient rows. Without `weight_grads`, rows and grad_weights are not used.
   int64_t spread(Op op, const Layout& layout, Rows g, Rows rows, const float* weights, bool weight_grads,
                  float* grad_weights);
 
@@ -63,13 +83,11 @@ class Transfer {
   int rank() const { return communicator_ ? communicator_->rank() : 0; }
   int world() const { return communicator_ ? communicator_->world() : 1; }
   std::string routing_fault(const int64_t* ids, const Shape& shape) const;
-  // Offset of `rows` in this rank's heap; copies them there first, into a new block of `scratch`, if they are
+  // Offset of `rows` in this rank's heap; copies them there first, into a new block until the end, if they are
   // elsewhere or not dense.
-  int64_t place_rows(const Layout& layout, Rows rows, std::vector<int64_t>& scratch);
+  int64_t place_rows(const Layout& layout, Rows rows, Underway& underway);
   // A layout of another dispatcher names places that are not in these heaps.
   bool made_here(const Layout& layout, Op& op) const;
-  // Memory that ran out on one rank becomes the same error on all: it travels as the fault of the handshake.
-  void begin(const Op& op, const std::vector<int64_t>& scratch);
   char* address(int peer, int64_t offset, int64_t bytes) const;
 
   std::shared_ptr<Communicator> communicator_;
@@ -78,5 +96,8 @@ class Transfer {
   std::vector<int32_t> owner_;  // of each expert
   int threads_;
 };
+
+// y [T, D], the second half of a sum: base[p] is where the rows of rank p stand.
+void sum_rows(const Layout& layout, const std::vector<char*>& base, const float* weights, int threads, char* y);
 
 }  // namespace moe_comm

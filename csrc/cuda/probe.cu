@@ -81,9 +81,11 @@ std::string device_json(const CudaDevice& device) {
 
 }  // namespace
 
+std::string cuda_archs() { return MOE_COMM_CUDA_ARCHS; }
+
 CudaProbe cuda_probe() {
   CudaProbe probe;
-  probe.archs = MOE_COMM_CUDA_ARCHS;
+  probe.archs = cuda_archs();
   cudaRuntimeGetVersion(&probe.runtime_version);
   if (cudaDriverGetVersion(&probe.driver_version) != cudaSuccess) probe.driver_version = 0;
   int count = 0;

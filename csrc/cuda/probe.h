@@ -26,6 +26,9 @@ struct CudaProbe {
   std::vector<CudaDevice> devices;
 };
 
+// What the kernels were compiled for, "sm_80,sm_90a"; asks no device.
+std::string cuda_archs();
+
 // Never throws on account of a missing driver or device: then driver_version is 0 and devices is empty.
 CudaProbe cuda_probe();
 

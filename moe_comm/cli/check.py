@@ -35,9 +35,10 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Look at this machine: what is there, what each backend can do, and what to do about what is missing."""
+    from moe_comm.dispatch.doctor import look_at_gpus, show_choices
     from moe_comm.runtime import doctor as examination
 
-    report = examination.examine()
+    report = examination.examine([look_at_gpus, show_choices])
     if as_json:
         typer.echo(report.to_json())
     else:

@@ -1,4 +1,4 @@
-"""``moe-comm tune``: measure how many chunks each operator is best cut into here, for ``Overlap("auto")``."""
+"""``moe-comm tune``: measure how each operator is fastest here, for ``Overlap("auto")``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moe_comm.cli.options import Dtype, DtypeOf, JsonOut, Ranks, Seed, Warmup, load
+from moe_comm.cli.options import Device, DeviceOf, Dtype, DtypeOf, JsonOut, Ranks, Seed, Warmup, load
 
 app = typer.Typer()
 
@@ -29,6 +29,7 @@ def tune(
     sent: Annotated[int, typer.Option(min=1, help="Columns of what travels.")] = 512,
     other: Annotated[int, typer.Option(min=1, help="Columns of what does not: the layer's other width.")] = 512,
     dtype: DtypeOf = Dtype.float32,
+    device: DeviceOf = Device.cpu,
     warmup: Warmup = 2,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds to take the median of.")] = 7,
     seed: Seed = 0,
@@ -37,13 +38,14 @@ def tune(
     ] = None,
     json_out: JsonOut = None,
 ) -> None:
-    """Measure in how many chunks each operator is fastest here, and store it for Overlap("auto")."""
+    """Measure in how many chunks, or with which kernel, operators are fastest here; store it for Overlap("auto")."""
     module = load("moe_comm.bench.tune", "bench")
     values: dict[str, Any] = {
         "hosts": hosts,
         "ranks_per_host": ranks if hosts == 1 else ranks_per_host,
         "link_gbit": link_gbit,
     }
-    values |= {"sent": sent, "other": other, "dtype": dtype.value, "warmup": warmup, "rounds": rounds, "seed": seed}
+    values |= {"sent": sent, "other": other, "dtype": dtype.value, "device": device.value}
+    values |= {"warmup": warmup, "rounds": rounds, "seed": seed}
     several = {key: tuple(given) for key, given in (("operators", operator), ("rows", rows)) if given}
     module.main(module.Tune(**values, **several), json_out, cache)

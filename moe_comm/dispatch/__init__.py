@@ -5,6 +5,7 @@ from moe_comm.dispatch.capacity import Capacity, apply_capacity
 from moe_comm.dispatch.choice import Traffic
 from moe_comm.dispatch.factory import BACKENDS, explain_choice, make_dispatcher
 from moe_comm.dispatch.payload import Payload, Payloads
+from moe_comm.dispatch.peer_options import PeerToPeerOptions
 
 __all__ = [
     "BACKENDS",
@@ -17,6 +18,7 @@ __all__ = [
     "Layout",
     "Payload",
     "Payloads",
+    "PeerToPeerOptions",
     "Traffic",
     "apply_capacity",
     "explain_choice",

@@ -34,9 +34,8 @@ from moe_comm.dispatch.group_scales import Groups, decode_groups, encode_groups
 from moe_comm.dispatch.handshake import Counts, Handshake, Words, describe, meet, settings_of
 from moe_comm.dispatch.header import Header
 from moe_comm.dispatch.payload import Payload, pack, unpack
-from moe_comm.dispatch.sums import scale_, weighted_sum
+from moe_comm.dispatch.sums import scale_, take, weighted_sum
 from moe_comm.errors import RoutingError
-from moe_comm.runtime.memory import take
 from moe_comm.topology import ExpertPlacement
 
 

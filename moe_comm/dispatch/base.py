@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.dispatch.header import DTYPES, Header
 from moe_comm.dispatch.payload import AS_THEY_ARE, Payloads
+from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.errors import ConfigError, InputError, MoeCommError, RoutingError
 from moe_comm.topology import ExpertPlacement
 
@@ -43,12 +44,14 @@ class DispatchOptions:
     payloads: what rows look like while they travel, by direction; rounding is the same with every backend, so that
         bits still do not depend on the number of ranks. Only backends that send rows move fewer bytes:
         ``local`` and ``shared_memory`` read rows where they lie.
+    peer_to_peer: what only that backend has.
     """
 
     timeout_s: float = 300.0
     deterministic: bool = True
     checked: bool = True
     payloads: Payloads = AS_THEY_ARE
+    peer_to_peer: PeerToPeerOptions = field(default_factory=PeerToPeerOptions)
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout_s < math.inf:
@@ -277,6 +280,17 @@ def routing_error(ids_TK: Tensor, num_experts: int) -> RoutingError:
     )
 
 
+def peers_routing_error(rank: int, bad: int, first: int, value: int, top_k: int, num_experts: int) -> RoutingError:
+    """The error for the ids of another rank, of which it told how many are bad, and slot and value of the first."""
+    token, slot = divmod(first, top_k)
+    if value == INVALID_LOGITS:
+        return RoutingError(f"rank {rank}: router logits of token {token} are NaN or all -Inf")
+    return RoutingError(
+        f"rank {rank}: expert id {value} of token {token}, slot {slot} is outside 0..{num_experts - 1} "
+        f"(-1 drops a slot); {bad} bad ids"
+    )
+
+
 __all__ = [
     "DROPPED",
     "INVALID_LOGITS",
@@ -284,5 +298,6 @@ __all__ = [
     "Dispatched",
     "Dispatcher",
     "Layout",
+    "peers_routing_error",
     "routing_error",
 ]

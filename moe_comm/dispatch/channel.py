@@ -112,20 +112,34 @@ class Channel:
         """Rows from every rank in order of rank; ``send`` and ``receive`` are rows per rank, checked beforehand."""
         return self.start_all_to_all(rows, send, receive, doing)()
 
-    def start_all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], doing: str) -> Coming:
-        """Begin ``all_to_all``, as ``start_all_gather`` does."""
+    def start_all_to_all(
+        self, rows: Tensor, send: Sequence[int], receive: Sequence[int], doing: str, out: Tensor | None = None
+    ) -> Coming:
+        """Begin ``all_to_all``, as ``start_all_gather`` does. out: dense, where what comes lands; of the result's shape
+        and dtype, on the device of ``rows``."""
         shape = (sum(receive), *rows.shape[1:])
         width = rows[:1].numel() if rows.shape[0] else torch.Size(rows.shape[1:]).numel()
         if not width:  # on every rank
-            return Coming.here(rows.new_empty(shape))
+            return Coming.here(rows.new_empty(shape) if out is None else out)
         sent = rows.to(self.wire(rows.device)).contiguous().view(rows.shape[0], width).view(torch.uint8)
-        out = warm_rows(sum(receive), sent.shape[1], torch.uint8, sent.device)
+        home = out if out is not None and out.device == sent.device else None
+        if home is not None:
+            landing = home.view(shape[0], width).view(torch.uint8)
+        else:
+            landing = warm_rows(shape[0], sent.shape[1], torch.uint8, sent.device)
         options = AllToAllOptions()
         options.timeout = self._backend_timeout()
         begun = self._start(
-            lambda: self._group.alltoall_base(out, sent, list(receive), list(send), options), sent.device, doing
+            lambda: self._group.alltoall_base(landing, sent, list(receive), list(send), options), sent.device, doing
         )
-        return begun.then(lambda: out.view(-1).view(rows.dtype).view(shape).to(rows.device))
+
+        def arrived() -> Tensor:
+            if home is not None:
+                return home
+            found = landing.view(-1).view(rows.dtype).view(shape)
+            return found.to(rows.device) if out is None else out.copy_(found)
+
+        return begun.then(arrived)
 
     def reduce_scatter(self, parts_WTD: Tensor, doing: str) -> Tensor:
         """[T, D] sum over ranks of this rank's part, in the dtype of ``parts_WTD``."""

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from moe_comm.dispatch.exchange import SharedChannel
 from moe_comm.dispatch.handshake import meet
 from moe_comm.errors import ConfigError, HeapError
+from moe_comm.runtime.leaving import at_leave
 from moe_comm.runtime.shared import SharedGroup, host_word, native_is_built
 
 
@@ -48,6 +49,7 @@ class _State:
 
 
 _state = _State()
+at_leave(_state.channels.clear)
 
 
 def configure_collectives(options: CollectiveOptions) -> None:
@@ -63,6 +65,8 @@ def _configure(channel: SharedChannel, options: CollectiveOptions) -> None:
 
 def group_size(group: ProcessGroup | None) -> int:
     """Ranks in ``group``; 1 for None."""
+    if isinstance(group, ProcessGroup):
+        return group.size()
     return 1 if group is None else dist.get_world_size(group)
 
 

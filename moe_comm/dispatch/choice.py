@@ -5,6 +5,7 @@ Costs are bytes a token that one rank moves in dispatch and combine, forward, wi
 
     backend          over the wire                      copies in memory (read + write)
     shared_memory    0                                  2 K + (K + 1): one gather there, one weighted sum back
+    peer_to_peer     0                                  the same, in the memory of the host's GPUs
     all_to_all       2 K f                              6 K + (5 K + 1): sort, exchange, reorder; and the way back
     all_gather       (W - 1) + K f                      2 W + 2 K + (5 K + 1)
       not            (W - 1) + (W - 1) * 4 / item       2 W + 2 K + 2 K + 4 (W + 1) / item
@@ -25,7 +26,7 @@ if it need not be deterministic. A wire byte counts as ``WIRE_BYTE`` bytes in me
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -43,6 +44,8 @@ class GroupFacts:
     hosts: number of hosts (that is, of /dev/shm) its ranks are on. native: every rank has the native core.
     device: "cpu" or "cuda", where the rows will be. transport: name of torch.distributed's backend.
     host_by_host: hosts have equal numbers of ranks, which are next to each other.
+    peers: why kernels of one rank cannot reach the memory of another's GPU, "" if they can. emulate: CPU tensors may be
+    moved by these kernels, on the CPU.
     """
 
     world: int
@@ -51,17 +54,24 @@ class GroupFacts:
     device: str
     transport: str
     host_by_host: bool = False
+    peers: str = "nobody has looked whether its GPUs reach each other's memory"
+    emulate: bool = False
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What is expected to move. top_k None: not known yet, taken as 1, the least that can move."""
+    """What is expected to move. top_k None: not known yet, taken as 1, the least that can move.
+
+    overlap: rows are to cross while experts compute. On GPUs ``auto`` then takes what can do that; on CPUs, where the
+    cores that compute move rows too, it makes no difference.
+    """
 
     top_k: int | None = None
     hidden: int = 1024
     item_bytes: int = 4
     deterministic: bool = True
     payloads: Payloads = AS_THEY_ARE
+    overlap: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -112,7 +122,8 @@ class Choice:
         lines = [
             f"{facts.world} rank(s) on {facts.hosts} host(s), {facts.device} tensors over {facts.transport}, "
             f"native core {'built' if facts.native else 'missing'}; top-k {top_k}, rows of "
-            f"{traffic.hidden} x {traffic.item_bytes} bytes, {'' if traffic.deterministic else 'not '}deterministic",
+            f"{traffic.hidden} x {traffic.item_bytes} bytes, {'' if traffic.deterministic else 'not '}deterministic"
+            f"{', overlapped' if traffic.overlap else ''}",
             f"    {'backend':<14} {'wire KB/token':>13} {'to other hosts':>15} {'copied KB/token':>15} {'cost':>10}",
         ]
         for candidate in self.candidates:
@@ -138,10 +149,13 @@ def choose(facts: GroupFacts, traffic: Traffic | None = None) -> Choice:
     found = [
         Candidate("local", "" if world == 1 else _LOCAL.format(world=world), 0, 0, in_place),
         Candidate("shared_memory", _shared_memory_problem(facts), 0, 0, in_place),
+        _peer_to_peer(facts, in_place),
         Candidate("all_to_all", "", away * (out + back), abroad * (out + back), (11 * slots + 1) * row),
         _all_gather(facts, traffic, away, abroad),
         _hierarchical(facts, traffic, away, abroad),
     ]
+    if traffic.overlap and facts.device == "cuda" and traffic.payloads.invariant:
+        found = [c if c.backend in _OVERLAPS else replace(c, if_asked=c.if_asked or _SERIAL) for c in found]
     picked = min((c for c in found if not c.problem and not c.if_asked), key=lambda c: c.cost)
     return Choice(picked.backend, facts, traffic, tuple(found))
 
@@ -174,6 +188,8 @@ def _hierarchical(facts: GroupFacts, traffic: Traffic, away: float, abroad: floa
     return Candidate("hierarchical", _hierarchical_problem(facts), between + inside, between, copied, if_asked)
 
 
+_OVERLAPS = ("local", "all_to_all")
+_SERIAL = "overlap is asked for, and its rows cross before and after the experts' products, not beside them"
 _LOCAL = "this group has {world} ranks and 'local' sends nothing between them; use 'auto', or no group"
 
 
@@ -187,6 +203,28 @@ def _shared_memory_problem(facts: GroupFacts) -> str:
     if not facts.native:
         return "the native core moe_comm._C is not built on every rank; run `pip install -e .`, or use 'all_to_all'"
     return ""
+
+
+def _peer_to_peer(facts: GroupFacts, in_place: float) -> Candidate:
+    if_asked = "on the CPU it emulates a GPU, for tests" if facts.device == "cpu" else ""
+    return Candidate("peer_to_peer", _peer_to_peer_problem(facts), 0, 0, in_place, if_asked)
+
+
+def _peer_to_peer_problem(facts: GroupFacts) -> str:
+    if facts.world == 1:
+        return "there is one rank; 'local' does the same without peers"
+    if facts.device == "cpu" and not facts.emulate:
+        return (
+            "it moves rows between GPUs and these are on the CPU; use 'shared_memory', or, for tests, "
+            "PeerToPeerOptions(emulate=True)"
+        )
+    if facts.device not in ("cpu", "cuda"):
+        return f"it moves rows between NVIDIA GPUs and these are on {facts.device}; use 'all_to_all'"
+    if facts.hosts > 1:
+        return f"the ranks are on {facts.hosts} hosts; use 'all_to_all' between hosts, or 'hierarchical'"
+    if not facts.native:
+        return "the native core moe_comm._C is not built on every rank; run `pip install -e .`, or use 'all_to_all'"
+    return f"{facts.peers}; use 'all_to_all'" if facts.device == "cuda" and facts.peers else ""
 
 
 def _hierarchical_problem(facts: GroupFacts) -> str:

@@ -89,16 +89,20 @@ class SharedChannel(Channel):
         done = self._share(tensor, (self.world, *tensor.shape), gather, doing) if self._takes(tensor) else None
         return super().start_all_gather(tensor, doing) if done is None else Coming.here(done)
 
-    def start_all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], doing: str) -> Coming:
+    def start_all_to_all(
+        self, rows: Tensor, send: Sequence[int], receive: Sequence[int], doing: str, out: Tensor | None = None
+    ) -> Coming:
         """As ``Channel.start_all_to_all``; done at once too."""
 
-        def swap(offer: tuple[Any, ...], out: int) -> None:
+        def swap(offer: tuple[Any, ...], at: int) -> None:
             part = rows.nbytes // self.world
-            self._exchange.copy(*offer, self.rank * part, part, out)
+            self._exchange.copy(*offer, self.rank * part, part, at)
 
         equal = len({*send, *receive}) == 1
         done = self._share(rows, rows.shape, swap, doing) if equal and self._takes(rows) else None
-        return super().start_all_to_all(rows, send, receive, doing) if done is None else Coming.here(done)
+        if done is None:
+            return super().start_all_to_all(rows, send, receive, doing, out)
+        return Coming.here(done if out is None else out.copy_(done))
 
     def reduce_scatter(self, parts_WTD: Tensor, doing: str) -> Tensor:
         if not self.adds(parts_WTD):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -13,12 +14,13 @@ from moe_comm.dispatch.channel import Channel
 from moe_comm.dispatch.choice import Choice, GroupFacts, Traffic, choose
 from moe_comm.dispatch.handshake import digest, meet
 from moe_comm.dispatch.local import LocalDispatcher
+from moe_comm.dispatch.peer_access import access_word, device_word, problem_of
 from moe_comm.dispatch.relay_routes import HostMap
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.runtime.shared import host_word, native_is_built
 from moe_comm.topology import ExpertPlacement
 
-BACKENDS = ("auto", "local", "shared_memory", "all_to_all", "all_gather", "hierarchical")
+BACKENDS = ("auto", "local", "shared_memory", "peer_to_peer", "all_to_all", "all_gather", "hierarchical")
 
 
 def make_dispatcher(
@@ -71,7 +73,9 @@ def make_dispatcher(
     picked = choice.picked if backend == "auto" else backend
     if problem := choice.problem(picked):
         raise ConfigError(f"backend {picked!r} cannot be used here: {problem}")
-    return _build(picked, placement, group, rank, options)
+    if backend == "auto":
+        tell_once(choice)
+    return _build(picked, placement, group, rank, options, device)
 
 
 def explain_choice(
@@ -105,11 +109,24 @@ def _meet(
     where = torch.device(device) if device is not None else channel.rows_device
     same = {**same, "deterministic": int(options.deterministic), "rows on the CPU": int(where.type == "cpu")}
     same["payloads"] = digest(options.payloads)
-    told = {"host": host_word(), "native": int(native_is_built())}
+    same["options of peer_to_peer"] = digest(options.peer_to_peer)
+    told = {
+        "host": host_word(),
+        "native": int(native_is_built()),
+        "GPU": device_word(where),
+        "access": access_word(where),
+    }
     found = meet(channel, group, "a dispatcher", same, told, fault)
     hosts = found["host"]
     facts = GroupFacts(
-        world, len(set(hosts)), all(found["native"]), where.type, dist.get_backend(group), _host_by_host(hosts)
+        world,
+        len(set(hosts)),
+        all(found["native"]),
+        where.type,
+        dist.get_backend(group),
+        _host_by_host(hosts),
+        problem_of(found["GPU"], found["access"]),
+        options.peer_to_peer.emulate,
     )
     return choose(facts, traffic or _traffic(options))
 
@@ -134,9 +151,37 @@ def _local(placement: ExpertPlacement, group: ProcessGroup | None, options: Disp
     return NativeLocalDispatcher(placement, group, 0, options)
 
 
+class _State:
+    """Of this process. told: that its GPUs do not reach each other's memory."""
+
+    told = False
+
+
+_state = _State()
+
+
+def tell_once(choice: Choice) -> None:
+    """Warn, once in this process, that GPUs of one host cannot use each other's memory."""
+    facts = choice.facts
+    if facts.device != "cuda" or facts.hosts > 1 or not facts.peers or _state.told:
+        return
+    _state.told = True
+    warnings.warn(f"auto takes {choice.picked!r} on these GPUs: {facts.peers}", RuntimeWarning, stacklevel=3)
+
+
 def _build(
-    picked: str, placement: ExpertPlacement, group: ProcessGroup, rank: int, options: DispatchOptions
+    picked: str,
+    placement: ExpertPlacement,
+    group: ProcessGroup,
+    rank: int,
+    options: DispatchOptions,
+    device: torch.device | str | None,
 ) -> Dispatcher:
+    if picked == "peer_to_peer":
+        from moe_comm.dispatch.peer_to_peer import PeerToPeerDispatcher
+
+        where = device if device is not None else "cpu" if options.peer_to_peer.emulate else "cuda"
+        return PeerToPeerDispatcher(placement, group, rank, options, where)
     if picked == "shared_memory":
         from moe_comm.dispatch.shared_memory import SharedMemoryDispatcher
 

@@ -27,10 +27,10 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.dispatch import header as head
 from moe_comm.dispatch import peers, plain
-from moe_comm.dispatch.base import INVALID_LOGITS, Dispatcher, routing_error
+from moe_comm.dispatch.base import Dispatcher, peers_routing_error, routing_error
 from moe_comm.dispatch.channel import Channel
 from moe_comm.dispatch.header import FAULTS, Header, check, fault_word
-from moe_comm.errors import ConfigError, MoeCommError, RankMismatch, RoutingError
+from moe_comm.errors import ConfigError, MoeCommError, RankMismatch
 from moe_comm.topology import ExpertPlacement
 
 FACTS = 12
@@ -170,13 +170,7 @@ class Handshake:
             raise routing_error(ids_TK, self._num_experts)
         rank = int(extra[:, 2].nonzero()[0][0])
         bad, slot, value = (int(v) for v in extra[rank, 2:])
-        token, slot = divmod(slot, header.top_k)
-        if value == INVALID_LOGITS:
-            raise RoutingError(f"rank {rank}: router logits of token {token} are NaN or all -Inf")
-        raise RoutingError(
-            f"rank {rank}: expert id {value} of token {token}, slot {slot} is outside 0..{self._num_experts - 1} "
-            f"(-1 drops a slot); {bad} bad ids"
-        )
+        raise peers_routing_error(rank, bad, slot, value, header.top_k, self._num_experts)
 
 
 def describe(header: Header) -> str:

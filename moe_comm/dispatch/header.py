@@ -80,8 +80,9 @@ class Header:
         words[FAULT_SLOT] = fault_word(self.fault)
         if self.fault is not None:
             text = str(self.fault)
-        raw = text.encode()[: TEXT_WORDS * 8]
-        words[TEXT_START:].view(np.uint8)[: len(raw)] = np.frombuffer(raw, np.uint8)
+        if text:
+            raw = text.encode()[: TEXT_WORDS * 8]
+            words[TEXT_START:].view(np.uint8)[: len(raw)] = np.frombuffer(raw, np.uint8)
         return words
 
 

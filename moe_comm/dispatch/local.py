@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from moe_comm.dispatch import plain
+from moe_comm.dispatch import plain, sums
 from moe_comm.dispatch.base import Dispatcher, Layout, routing_error
 from moe_comm.dispatch.header import Header, check
 from moe_comm.errors import RoutingError
@@ -18,7 +18,7 @@ class _State:
 
 
 class LocalDispatcher(Dispatcher):
-    """All experts here, plain torch; runs on any device."""
+    """All experts here; plain torch, and Triton on a GPU."""
 
     name = "local"
 
@@ -45,14 +45,12 @@ class LocalDispatcher(Dispatcher):
             label=header.label,
             state=_State(place_TK),
         )
-        return x_TD[order[:num_rows] // top_k], layout
+        return sums.take(x_TD, order[:num_rows] // top_k), layout
 
     def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, layout: Layout, header: Header) -> Tensor:
-        return plain.weighted_sum(rows_RD, layout.state.place_TK, weights_TK)
+        return sums.weighted_sum(rows_RD, layout.state.place_TK, weights_TK)
 
     def _spread(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, layout: Layout, header: Header
     ) -> tuple[Tensor, Tensor | None]:
-        place_TK = layout.state.place_TK
-        grad_rows_RD = plain.spread(grad_TD, place_TK, weights_TK, layout.num_rows)
-        return grad_rows_RD, None if rows_RD is None else plain.weight_grad(grad_TD, rows_RD, place_TK)
+        return sums.spread(grad_TD, layout.state.place_TK, weights_TK, layout.num_rows, rows_RD)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -25,6 +27,89 @@ def supported(x: Tensor) -> bool:
 def _dense(x: Tensor) -> Tensor:
     """``x`` with unit stride along its rows' elements; rows themselves may be any distance apart."""
     return x if x.dim() == 2 and x.stride(1) == 1 and x.stride(0) >= 0 else x.contiguous()
+
+
+def _fault_of(header: Header) -> tuple[int, str]:
+    """As the native core takes it."""
+    return fault_word(header.fault), "" if header.fault is None else str(header.fault)
+
+
+_left_behind: list[_Underway] = []
+
+
+class _Underway:
+    """A transfer between its halves. Leaving the ``with`` ends it: for all ranks, or, by an exception, as an error that
+    the others hear of. One thread does it all."""
+
+    def __init__(self, native: _C.Arriving | _C.Leaving) -> None:
+        self._native = native
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._native.finish()
+        finally:
+            self._native.abandon()  # does nothing once it is finished
+            if not self._native.finished():
+                _left_behind.append(self)  # with what peers may still be reading: no other rows may stand there
+
+
+class ArrivingRows(_Underway):
+    """Rows on their way to this rank's experts. ``rows_RD``: this rank's own stand, those of ``next`` peers, too."""
+
+    def __init__(self, native: _C.Arriving, rows_RD: Tensor, layout: Layout, *kept: object) -> None:
+        super().__init__(native)
+        self._arriving, self.rows_RD, self.layout = native, rows_RD, layout
+        self._kept = kept  # peers may be reading and writing it
+
+    def ready(self, peer: int) -> bool:
+        """Whether all rows of ``peer`` stand."""
+        return self._arriving.ready(peer)
+
+    def next(self, peers: Sequence[int]) -> int:
+        """The first of ``peers`` of which they do, once there is one.
+
+        Raises:
+            PeerDied, PeerTimeout: none comes. PeerError: a rank failed.
+        """
+        return self._arriving.next(peers)
+
+
+class LeavingRows(_Underway):
+    """Results of this rank's experts that peers read where they stand, once they do."""
+
+    def __init__(
+        self,
+        native: _C.Leaving,
+        rows_RD: Tensor,
+        y_TD: Tensor,
+        explained: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        super().__init__(native)
+        self._leaving, self._explained, self._y_TD = native, explained, y_TD
+        self._rows_RD = rows_RD  # peers read it
+
+    def raise_flag(self, peer: int) -> None:
+        """The rows that ``peer`` dispatched stand."""
+        self._leaving.raise_flag(peer)
+
+    def ready(self) -> bool:
+        """Whether ``sum`` would not wait."""
+        return self._leaving.ready()
+
+    def sum(self, weights_TK: Tensor | None) -> Tensor:
+        """[T, D] the sum of each token's rows, once all stand; this rank's own do.
+
+        Raises:
+            RankMismatch: on every rank. PeerDied, PeerTimeout: a rank is gone, or does not come. PeerError: it failed.
+        """
+        weights_TK = None if weights_TK is None else weights_TK.contiguous()
+        with self._explained():
+            self._leaving.sum(0 if weights_TK is None else weights_TK.data_ptr(), self._y_TD.data_ptr())
+        return self._y_TD
 
 
 class NativeRows:
@@ -51,18 +136,16 @@ class NativeRows:
         """A block of this rank's heap, which peers read in place."""
         return block(self.heap, num_rows, width, dtype)
 
-    def send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, Layout]:
-        """Dispatch; see ``Dispatcher._send``."""
+    def start_send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> ArrivingRows:
+        """The first half of ``send``: this rank's rows stand where they belong, the peers' may be on their way."""
         tokens, hidden = (x_TD.shape[0], x_TD.shape[1]) if header.fault is None else (0, header.hidden)
-        fault, text = 0, ""
-        if header.fault is not None:
-            fault, text = fault_word(header.fault), str(header.fault)
-        else:
+        fault, text = _fault_of(header)
+        if not fault:
             x_TD = _dense(x_TD)
             ids_TK = ids_TK.to(torch.int64).contiguous()
         self._begin()
-        try:
-            capsule, native_layout = self._transfer.send(
+        with self._explained(header):
+            capsule, native_layout, arriving = self._transfer.start_send(
                 header.compared(),
                 header.label,
                 fault,
@@ -75,8 +158,6 @@ class NativeRows:
                 hidden,
                 DTYPE_CODES.get(header.dtype, 0),
             )
-        except self._core.HandshakeFailed as error:
-            raise self._explain(error, header) from None
         rows = native_layout.rows
         rows_RD = torch.from_dlpack(capsule) if rows and hidden else x_TD.new_empty(rows, hidden)
         layout = Layout(
@@ -92,39 +173,51 @@ class NativeRows:
             state=native_layout,
             call=header.seq,
         )
-        return rows_RD, layout
+        return ArrivingRows(arriving, rows_RD, layout, capsule)
 
-    def sum(self, rows_RD: Tensor, weights_TK: Tensor | None, layout: Layout, header: Header) -> Tensor:
-        """Combine; see ``Dispatcher._sum``."""
-        rows_RD = _dense(rows_RD)
-        y_TD = warm(layout.num_tokens, layout.hidden, layout.dtype)
-        weights_TK = None if weights_TK is None else weights_TK.contiguous()
+    def send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, Layout]:
+        """Dispatch; see ``Dispatcher._send``."""
+        with self.start_send(x_TD, ids_TK, header) as arriving:
+            return arriving.rows_RD, arriving.layout
+
+    def start_sum(self, rows_RD: Tensor, layout: Layout, header: Header, computed: bool) -> LeavingRows:
+        """The first half of ``sum``.
+
+        Args:
+            rows_RD: where they are not ``computed``, a block of ``empty_rows`` that is filled while flags rise.
+        """
+        if computed:
+            rows_RD = _dense(rows_RD)
+        y_TD = warm(layout.num_tokens, layout.hidden, layout.dtype)  # now: no room would be no news to the others
         self._begin()
-        try:
-            self._transfer.sum(
+        with self._explained(header):
+            leaving = self._transfer.start_sum(
                 header.compared(),
                 header.label,
+                *_fault_of(header),
                 layout.state,
                 rows_RD.data_ptr(),
                 rows_RD.stride(0) * rows_RD.element_size(),
-                0 if weights_TK is None else weights_TK.data_ptr(),
-                y_TD.data_ptr(),
+                computed,
             )
-        except self._core.HandshakeFailed as error:
-            raise self._explain(error, header) from None
-        return y_TD
+        return LeavingRows(leaving, rows_RD, y_TD, lambda: self._explained(header))
 
-    def spread(
+    def sum(self, rows_RD: Tensor, weights_TK: Tensor | None, layout: Layout, header: Header) -> Tensor:
+        """Combine; see ``Dispatcher._sum``."""
+        with self.start_sum(rows_RD, layout, header, computed=True) as leaving:
+            return leaving.sum(weights_TK)
+
+    def start_spread(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, layout: Layout, header: Header
-    ) -> tuple[Tensor, Tensor | None]:
-        """Combine backward; see ``Dispatcher._spread``."""
+    ) -> tuple[ArrivingRows, Tensor | None]:
+        """The first half of ``spread``; the gradient of the weights is there already."""
         grad_TD = _dense(grad_TD)
         rows = None if rows_RD is None else _dense(rows_RD)
         weights_TK = weights_TK.contiguous()
         grad_TK = None if rows is None else torch.empty(layout.num_tokens, layout.top_k)
         self._begin()
-        try:
-            capsule = self._transfer.spread(
+        with self._explained(header):
+            capsule, arriving = self._transfer.start_spread(
                 header.compared(),
                 header.label,
                 layout.state,
@@ -136,16 +229,29 @@ class NativeRows:
                 rows is not None,
                 0 if grad_TK is None else grad_TK.data_ptr(),
             )
-        except self._core.HandshakeFailed as error:
-            raise self._explain(error, header) from None
-        if layout.num_rows and layout.hidden:
-            return torch.from_dlpack(capsule), grad_TK
-        return grad_TD.new_empty(layout.num_rows, layout.hidden), grad_TK
+        some = layout.num_rows and layout.hidden
+        grad_RD = torch.from_dlpack(capsule) if some else grad_TD.new_empty(layout.num_rows, layout.hidden)
+        return ArrivingRows(arriving, grad_RD, layout, capsule, rows), grad_TK
+
+    def spread(
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, layout: Layout, header: Header
+    ) -> tuple[Tensor, Tensor | None]:
+        """Combine backward; see ``Dispatcher._spread``."""
+        arriving, grad_TK = self.start_spread(grad_TD, rows_RD, weights_TK, layout, header)
+        with arriving:
+            return arriving.rows_RD, grad_TK
 
     def _begin(self) -> None:
         # The group's other users have timeouts of their own.
         if self._communicator is not None:
             self._communicator.set_timeout(self._timeout_s)
+
+    @contextmanager
+    def _explained(self, header: Header) -> Iterator[None]:
+        try:
+            yield
+        except self._core.HandshakeFailed as error:
+            raise self._explain(error, header) from None
 
     def _explain(self, error: Any, header: Header) -> Exception:
         """The typed error that every rank raises after a failed handshake."""

@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_comm.errors import ConfigError, InputError
+from moe_comm.kernels.native import for_triton
 
 Format = Literal["same", "bf16", "fp8"]
 Scales = Literal["token", "block", "group"]
@@ -59,6 +60,8 @@ TINIEST = 2.0**-126
 """Smallest scale: below it fp32 loses bits of the scale itself."""
 FRACTION = 0x7FFFFF
 """The fraction bits of fp32."""
+_IN_TRITON = (torch.float32, torch.bfloat16, torch.float16)
+"""Rows whose fp8 a GPU makes in one pass, of the same bytes (of NaN, values may differ in sign)."""
 
 
 @dataclass(frozen=True)
@@ -202,12 +205,17 @@ def encode(rows_RD: Tensor, payload: Payload) -> Tensor:
     if not hidden or not payload.narrows(rows_RD.dtype):
         return as_dtype(torch.uint8, rows_RD)
     width = bytes_per_row(hidden, payload, rows_RD.dtype)
-    packed_RB = torch.empty(num_rows, width, dtype=torch.uint8, device=rows_RD.device)
     if payload.format == "bf16":
+        packed_RB = torch.empty(num_rows, width, dtype=torch.uint8, device=rows_RD.device)
         packed_RB.view(torch.bfloat16)[:, :hidden].copy_(rows_RD)
         packed_RB[:, 2 * hidden :] = 0
         return packed_RB
+    if rows_RD.dtype in _IN_TRITON and for_triton(rows_RD):
+        from moe_comm.kernels.triton.quantize import Scales, quantize
+
+        return quantize(rows_RD.contiguous(), Scales(payload.scales == "token", payload.power_of_two))
     first, last = _scale_bytes(hidden, payload)
+    packed_RB = torch.empty(num_rows, width, dtype=torch.uint8, device=rows_RD.device)
     rows_RSB = _blocks(rows_RD.to(torch.float32).contiguous(), payload)
     scale_RS = scales_for(rows_RSB.abs().amax(2), payload.power_of_two)
     packed_RB[:, hidden:first] = 0
@@ -242,10 +250,19 @@ def decode(packed_RB: Tensor, payload: Payload, hidden: int, dtype: torch.dtype)
         return as_dtype(dtype, bytes_RB)
     if payload.format == "bf16":
         return bytes_RB.view(torch.bfloat16)[:, :hidden].to(dtype)
+    if dtype in _IN_TRITON and for_triton(bytes_RB):
+        from moe_comm.kernels.triton.quantize import Scales, dequantize
+
+        return dequantize(bytes_RB, Scales(payload.scales == "token"), hidden, dtype)
     first, last = _scale_bytes(hidden, payload)
     scale_RS = bytes_RB.view(torch.float32)[:, first // SCALE_BYTES : last // SCALE_BYTES]
-    wide_RSB = _blocks(bytes_RB[:, :hidden].view(E4M3).to(torch.float32), payload).mul_(scale_RS.unsqueeze(2))
-    return narrowed(wide_RSB, dtype).flatten(1)[:, :hidden].contiguous()
+    return scaled(bytes_RB[:, :hidden], scale_RS, payload, dtype)
+
+
+def scaled(values_RD: Tensor, scale_RS: Tensor, payload: Payload, dtype: torch.dtype) -> Tensor:
+    """[R, D] rows whose e4m3 values, [R, D] bytes, and fp32 scales arrived apart."""
+    wide_RSB = _blocks(values_RD.view(E4M3).to(torch.float32), payload).mul_(scale_RS.unsqueeze(2))
+    return narrowed(wide_RSB, dtype).flatten(1)[:, : values_RD.shape[1]].contiguous()
 
 
 def rounded(rows_RD: Tensor, payload: Payload) -> Tensor:
@@ -328,6 +345,7 @@ __all__ = [
     "narrowed",
     "pack",
     "rounded",
+    "scaled",
     "scales_for",
     "unpack",
 ]

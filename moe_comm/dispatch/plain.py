@@ -1,4 +1,4 @@
-"""Dispatch arithmetic in plain torch: the reference of every backend, and what runs on CUDA tensors for now.
+"""Dispatch arithmetic in plain torch: the reference of every backend, and what runs where no kernel takes the tensors.
 
 All sums are fp32 in a fixed order, so every backend gives these bits:
     y[t]      = ((0 + w[t,0] * r0) + w[t,1] * r1) + ...           multiply, round, add, round; one cast at the end

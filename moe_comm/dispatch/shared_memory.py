@@ -12,7 +12,8 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.dispatch.base import Dispatcher, DispatchOptions, Layout
 from moe_comm.dispatch.header import Header
-from moe_comm.dispatch.native import NativeRows, supported
+from moe_comm.dispatch.native import ArrivingRows, LeavingRows, NativeRows, supported
+from moe_comm.dispatch.payload import rounded
 from moe_comm.errors import InputError, MoeCommError, RoutingError
 from moe_comm.runtime.shared import DTYPE_CODES, SharedGroup, SharedOptions
 from moe_comm.topology import ExpertPlacement
@@ -46,6 +47,24 @@ class SharedMemoryDispatcher(Dispatcher):
         if device.type != "cpu" or dtype not in DTYPE_CODES:
             return super().empty_rows(num_rows, width, dtype, device)
         return self._rows.empty_rows(num_rows, width, dtype)
+
+    def start_dispatch(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> ArrivingRows:
+        """A dispatch whose rows may still be on their way; as all three ``start_*``, without autograd, and what it
+        returns has to be entered and left (``with``) before the group does anything else."""
+        if header.fault is None:
+            x_TD = rounded(x_TD, self.options.payloads.of(header.op))
+        return self._rows.start_send(x_TD, ids_TK, header)
+
+    def start_sum(self, rows_RD: Tensor, layout: Layout, header: Header) -> LeavingRows:
+        """A combine, or a dispatch's backward, of rows that are computed meanwhile, into a block of ``empty_rows``."""
+        return self._rows.start_sum(rows_RD, layout, header, computed=False)
+
+    def start_spread(
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, layout: Layout, header: Header
+    ) -> tuple[ArrivingRows, Tensor | None]:
+        """A combine's backward whose rows may still be on their way. The weights' gradient [T, K] is there."""
+        grad_TD = rounded(grad_TD, self.options.payloads.of(header.op))
+        return self._rows.start_spread(grad_TD, rows_RD, weights_TK, layout, header)
 
     def _fault(self, x_TD: Tensor, ids_TK: Tensor) -> MoeCommError | None:
         if not supported(x_TD):

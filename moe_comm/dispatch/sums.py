@@ -1,4 +1,6 @@
-"""The sums of ``plain`` in one pass over memory, by the native core where it takes the tensors: the same bits."""
+"""The gathers and sums of ``plain`` in one pass over memory: by the native core on the CPU and by Triton on a GPU,
+where they take the tensors, else by ``plain``; the same bits.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +8,30 @@ import torch
 from torch import Tensor
 
 from moe_comm.dispatch import plain
-from moe_comm.kernels.native import core, on_host
+from moe_comm.kernels.native import core, for_triton, on_host
+from moe_comm.runtime import memory
 from moe_comm.runtime.memory import warm_rows
 from moe_comm.runtime.shared import DTYPE_CODES
+
+
+def take(rows_RX: Tensor, index_N: Tensor) -> Tensor:
+    """[N, X] the rows at ``index_N``, int64, no autograd; of any dtype."""
+    if rows_RX.dim() != 2 or not for_triton(rows_RX, index_N):
+        return memory.take(rows_RX, index_N)
+    from moe_comm.kernels.triton.take_rows import take_rows
+
+    return take_rows(_dense(rows_RX), index_N.contiguous())
 
 
 def weighted_sum(rows_RD: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
     """``plain.weighted_sum``."""
     native = rows_RD.numel() and place_TK.numel() and rows_RD.dtype in DTYPE_CODES and rows_RD.is_contiguous()
     inputs = (rows_RD, place_TK) if weights_TK is None else (rows_RD, place_TK, weights_TK)
+    if rows_RD.dtype in DTYPE_CODES and for_triton(*inputs):
+        from moe_comm.kernels.triton import weighted_sum as on_gpu
+
+        wide_TK = None if weights_TK is None else weights_TK.to(torch.float32)
+        return on_gpu.weighted_sum(_dense(rows_RD), place_TK.contiguous(), wide_TK)
     if not native or not on_host(*inputs):
         return plain.weighted_sum(rows_RD, place_TK, weights_TK)
     (tokens, top_k), hidden = place_TK.shape, rows_RD.shape[1]
@@ -43,6 +60,10 @@ def scale_(rows_RD: Tensor, weights_R: Tensor, partner_RD: Tensor | None = None)
         [R] ``plain.lane_dot`` of the rows, before, and ``partner_RD``; None without it.
     """
     inputs = (rows_RD, weights_R) if partner_RD is None else (rows_RD, weights_R, partner_RD)
+    if rows_RD.dtype in DTYPE_CODES and weights_R.dtype == torch.float32 and for_triton(*inputs):
+        from moe_comm.kernels.triton.scale_rows import scale_rows_
+
+        return scale_rows_(rows_RD, weights_R, None if partner_RD is None else _dense(partner_RD))
     dense = all(x.is_contiguous() for x in inputs) and rows_RD.dtype in DTYPE_CODES and rows_RD.numel()
     if not dense or weights_R.dtype != torch.float32 or not on_host(*inputs):
         dots_R = None if partner_RD is None else plain.lane_dot(rows_RD, partner_RD)
@@ -59,3 +80,23 @@ def scale_(rows_RD: Tensor, weights_R: Tensor, partner_RD: Tensor | None = None)
         torch.get_num_threads(),
     )
     return dots_R
+
+
+def spread(
+    grad_TD: Tensor, place_TK: Tensor, weights_TK: Tensor, num_rows: int, rows_RD: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """``plain.spread`` and, where the rows are given, ``plain.weight_grad``."""
+    same = rows_RD is None or rows_RD.dtype in DTYPE_CODES
+    if grad_TD.dtype in DTYPE_CODES and same and for_triton(grad_TD, place_TK, weights_TK, rows_RD):
+        from moe_comm.kernels.triton import scale_rows as on_gpu
+
+        rows_RD = None if rows_RD is None else _dense(rows_RD)
+        wide_TK = weights_TK.to(torch.float32)
+        return on_gpu.spread(_dense(grad_TD), place_TK.contiguous(), wide_TK, num_rows, rows_RD)
+    grad_RD = plain.spread(grad_TD, place_TK, weights_TK, num_rows)
+    return grad_RD, None if rows_RD is None else plain.weight_grad(grad_TD, rows_RD, place_TK)
+
+
+def _dense(rows_RX: Tensor) -> Tensor:
+    """Rows whose elements stand side by side; gradients of sums are one number everywhere."""
+    return rows_RX if rows_RX.stride(1) == 1 or not rows_RX.numel() else rows_RX.contiguous()

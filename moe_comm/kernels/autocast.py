@@ -28,5 +28,13 @@ def cast_parameter(p: Tensor, x: Tensor) -> Tensor:
 
 
 def without_autocast(x: Tensor) -> Any:
-    """A context in which autocast is off for the device of ``x``; meta tensors have none."""
-    return nullcontext() if x.device.type == "meta" else torch.autocast(x.device.type, enabled=False)
+    """A context in which autocast is off for the device of ``x``; meta tensors have none.
+
+    Where it is off already, none is entered: that takes as long as a small product.
+    """
+    kind = x.device.type
+    off = kind == "meta" or not torch.is_autocast_enabled(kind)
+    return _NOTHING if off else torch.autocast(kind, enabled=False)
+
+
+_NOTHING = nullcontext()

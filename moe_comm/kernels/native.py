@@ -1,12 +1,17 @@
-"""When an operator may hand its tensors to the native core by address."""
+"""When an operator may hand its tensors to the native core by address, or to a Triton kernel."""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+TRITON_DEVICES = {"cuda"}
+"""Kinds of device whose tensors Triton kernels take, where Triton is installed. Tests that interpret kernels add "cpu";
+a comparison with plain torch takes "cuda" out."""
 
 
 @lru_cache(maxsize=1)
@@ -28,4 +33,18 @@ def on_host(*tensors: Tensor) -> bool:
         all(type(t) in (Tensor, nn.Parameter) and t.device.type == "cpu" for t in tensors)
         and not torch.compiler.is_compiling()
         and core() is not None
+    )
+
+
+@lru_cache(maxsize=1)
+def _triton_is_installed() -> bool:
+    return find_spec("triton") is not None
+
+
+def for_triton(*tensors: Tensor | None) -> bool:
+    """Whether Triton kernels take all that are not None: plain tensors on a GPU, not while a compiler traces."""
+    return (
+        all(t is None or (t.device.type in TRITON_DEVICES and type(t) in (Tensor, nn.Parameter)) for t in tensors)
+        and not torch.compiler.is_compiling()
+        and _triton_is_installed()
     )

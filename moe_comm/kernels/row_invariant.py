@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe_comm.kernels.autocast import without_autocast
 from moe_comm.kernels.wanted import wanted_gradients
 
 TILE = 16
@@ -37,7 +38,7 @@ def row_invariant_mm(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = None) -> T
     Only the ragged last rows are copied if K and N are multiples of ``TILE`` and ``a`` starts on a cache line; else
     everything is. out: a dense [M, N] to write to.
     """
-    with torch.autocast(a_MK.device.type, enabled=False):  # which would leave a product into ``out`` alone
+    with without_autocast(a_MK):  # which would leave a product into ``out`` alone
         return _row_invariant_mm(a_MK, b_KN, out)
 
 
@@ -75,7 +76,7 @@ class _RowInvariantLinear(torch.autograd.Function):
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, w_ED = ctx.saved_tensors
         needs_x, needs_w, needs_b = wanted_gradients(ctx)
-        with torch.autocast(x_TD.device.type, enabled=False):
+        with without_autocast(x_TD):
             return (
                 row_invariant_mm(grad_TE, w_ED) if needs_x else None,
                 grad_TE.t() @ x_TD if needs_w else None,

@@ -3,8 +3,8 @@
     h_RG    [R, 2F]   gate = columns 0..F, up = columns F..2F
     act_RF  [R, F]    gate * sigmoid(gate) * up, computed in fp32 (float64 for float64), rounded once
 
-Each way is a single pass over memory in the native core; the plain-torch reference beside it runs on every device
-and dtype. In both, a row's bits depend on that row alone.
+Each way is a single pass over memory, in the native core on the CPU and in Triton on a GPU; the plain-torch reference
+beside them runs on every device and dtype. In all, a row's bits depend on that row alone.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_comm.errors import InputError
+from moe_comm.kernels.native import for_triton
 from moe_comm.kernels.pointwise import sigmoid_values
 
 NATIVE_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -42,6 +43,13 @@ def _runs_native(*tensors: Tensor) -> bool:
     )
 
 
+def _runs_in_triton(*tensors: Tensor) -> bool:
+    dtype = tensors[0].dtype
+    return (
+        for_triton(*tensors) and dtype in NATIVE_DTYPES and all(t.dtype == dtype and t.stride(1) == 1 for t in tensors)
+    )
+
+
 def _check(h_RG: Tensor, *rows_RF: Tensor) -> None:
     rows, width = h_RG.shape[0], h_RG.shape[1] // 2
     if h_RG.shape[1] % 2 or any(tuple(t.shape) != (rows, width) for t in rows_RF):
@@ -57,6 +65,11 @@ def swiglu_forward(h_RG: Tensor, out_RF: Tensor) -> None:
         out_RF: [R, F] of the same dtype, contiguous.
     """
     _check(h_RG, out_RF)
+    if _runs_in_triton(h_RG, out_RF):
+        from moe_comm.kernels.triton import swiglu as on_gpu
+
+        on_gpu.swiglu_forward(h_RG, out_RF)
+        return
     if _runs_native(h_RG, out_RF) and out_RF.is_contiguous():
         _native().swiglu_forward(
             h_RG.data_ptr(),
@@ -83,6 +96,11 @@ def swiglu_backward(h_RG: Tensor, grad_RF: Tensor, grad_h_RG: Tensor, act_RF: Te
     """
     _check(h_RG, grad_RF, *(() if act_RF is None else (act_RF,)))
     tensors = (h_RG, grad_RF, grad_h_RG) if act_RF is None else (h_RG, grad_RF, grad_h_RG, act_RF)
+    if _runs_in_triton(*tensors):
+        from moe_comm.kernels.triton import swiglu as on_gpu
+
+        on_gpu.swiglu_backward(h_RG, grad_RF, grad_h_RG, act_RF)
+        return
     if _runs_native(*tensors) and all(t.is_contiguous() for t in tensors[1:]):
         _native().swiglu_backward(
             h_RG.data_ptr(),

@@ -9,6 +9,8 @@ gradient. What is kept for backward is rows_RD and h_RG, or rows_RD alone with `
 An expert's products have the same shapes at every number of ranks, and so the same bits, provided that their
 operands and results stand at equally aligned addresses: BLAS adds in another order at odd ones. Slices that do not
 (widths that are not a multiple of 64 bytes) are copied.
+
+On a GPU, 16-bit experts without biases run all at once (``grouped_mlp_gpu.py``).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from moe_comm.errors import InputError
 from moe_comm.kernels.activations import Activation
 from moe_comm.kernels.expert_mm import align, each_expert, expert_mm, product_into
 from moe_comm.kernels.wanted import wanted_gradients
+from moe_comm.layers.grouped_mlp_gpu import DeviceCall, grouped_mlp_on_gpu, takes
 from moe_comm.runtime.memory import Alloc, warm_like, warm_rows
 
 
@@ -194,5 +197,9 @@ def grouped_mlp(
     # Inside the function grad mode is always off, so whether backward will come is asked here.
     inputs = (rows_RD, w13_EGD, w2_EDF, b13_EG, b2_ED)
     backward = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    if b13_EG is None and b2_ED is None and takes(rows_RD, w13_EGD, w2_EDF):
+        counts_E = torch.tensor(rows_per_expert, dtype=torch.int64).to(rows_RD.device, non_blocking=True)
+        on_gpu = DeviceCall(activation, alloc, backward and not recompute)
+        return grouped_mlp_on_gpu(rows_RD, w13_EGD, w2_EDF, counts_E, on_gpu)
     call = _Call(tuple(rows_per_expert), activation, alloc, backward and not recompute)
     return _GroupedMLP.apply(*inputs, call)  # type: ignore[no-any-return]

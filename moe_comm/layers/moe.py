@@ -196,6 +196,7 @@ class MoELayer(ParallelModule):
             (dtype or torch.get_default_dtype()).itemsize,
             (options or DispatchOptions()).deterministic,
             (options or DispatchOptions()).payloads,
+            overlap is not None,
         )
 
         def make(where: torch.device | str | None) -> Dispatcher:

@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup
 from moe_comm.dispatch import DROPPED, INVALID_LOGITS
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.autocast import without_autocast
+from moe_comm.kernels.native import for_triton
 from moe_comm.kernels.pointwise import sigmoid
 from moe_comm.kernels.row_invariant import row_invariant_linear
 from moe_comm.layers.losses import (
@@ -199,10 +200,14 @@ class Router(nn.Module):
         with without_autocast(x_TD):
             bias = None if self.bias is None else self.bias.to(wide)
             logits_TE = row_invariant_linear(again(lambda x: x.to(wide), x_TD), self.weight.to(wide), bias)
-            scores_TE = self._scores(logits_TE)
-            if ids_TK is None:
-                ids_TK = self._choose(logits_TE.detach(), scores_TE.detach())
-            weights_TK = self._weights(logits_TE, scores_TE, ids_TK)
+            routed = self._route_at_once(logits_TE) if ids_TK is None and for_triton(logits_TE) else None
+            if routed is not None:
+                ids_TK, weights_TK, scores_TE = routed
+            else:
+                scores_TE = self._scores(logits_TE)
+                if ids_TK is None:
+                    ids_TK = self._choose(logits_TE.detach(), scores_TE.detach())
+                weights_TK = self._weights(logits_TE, scores_TE, ids_TK)
             aux_loss = self._aux_loss(logits_TE, scores_TE, ids_TK, num_sequences)
         self._count(ids_TK)
         return Routing(ids_TK, weights_TK, logits_TE, aux_loss)
@@ -228,10 +233,28 @@ class Router(nn.Module):
         top = choice_TE.topk(c.top_k, dim=-1)
         ids_TK = top.indices.masked_fill(top.values == float("-inf"), DROPPED)
         bad_T = (logits_TE.isnan() | (logits_TE == float("inf"))).any(-1) | forbidden_TE.all(-1)
+        return self._marked(ids_TK, bad_T)
+
+    def _marked(self, ids_TK: Tensor, bad_T: Tensor) -> Tensor:
         if self.drop_invalid:
             self.invalid += bad_T.sum()
             return ids_TK.masked_fill(bad_T.unsqueeze(-1), DROPPED)
         return ids_TK.masked_fill(bad_T.unsqueeze(-1), INVALID_LOGITS)
+
+    def _route_at_once(self, logits_TE: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Ids, weights and scores by the Triton kernel, if it takes them.
+
+        Without a loss that looks at the scores, the logits take their place.
+        """
+        from moe_comm.kernels.triton.router import route, takes
+
+        if not takes(logits_TE, self.config):
+            return None
+        want = self.training and self.config.balance_loss > 0
+        ids_TK, weights_TK, scores_TE = route(logits_TE, self.correction_bias, self.config, scores=want)
+        if self.drop_invalid:
+            ids_TK = self._marked(ids_TK, ids_TK[:, 0] == INVALID_LOGITS)
+        return ids_TK, weights_TK, logits_TE if scores_TE is None else scores_TE
 
     def _weights(self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
         c = self.config

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -66,18 +66,25 @@ class Report:
         return json.dumps(whole, indent=2)
 
 
-class _Notes:
+class Notes:
+    """Findings as they are made, and the same facts as plain values."""
+
     def __init__(self) -> None:
         self.findings: list[Finding] = []
         self.data: dict[str, Any] = {}
 
     def add(self, topic: str, name: str, status: Status, value: str, advice: str = "") -> None:
+        """One more line of the report."""
         self.findings.append(Finding(topic, name, status, value, advice))
 
 
-def examine() -> Report:
-    """Look at everything; takes some seconds, most of them in the child process that tries a bf16 matmul."""
-    notes = _Notes()
+def examine(more: Iterable[Callable[[Notes], None]] = ()) -> Report:
+    """Look at everything; takes some seconds, most of them in the child process that tries a bf16 matmul.
+
+    Args:
+        more: what higher floors look at; called in the end, if there is torch.
+    """
+    notes = Notes()
     _software(notes)
     _cpu(notes)
     _bf16(notes)
@@ -87,10 +94,13 @@ def examine() -> Report:
     if notes.data["torch"] is not None:
         _gpus(notes)
         _backends(notes, native)
-    return Report(tuple(notes.findings), notes.data)
+        for look in more:
+            look(notes)
+    topics = list(dict.fromkeys(finding.topic for finding in notes.findings))
+    return Report(tuple(sorted(notes.findings, key=lambda finding: topics.index(finding.topic))), notes.data)
 
 
-def _software(notes: _Notes) -> None:
+def _software(notes: Notes) -> None:
     notes.data["python"] = platform.python_version()
     notes.add("software", "Python", "ok", f"{platform.python_version()} ({sys.executable})")
     torch_version = _version("torch")
@@ -112,7 +122,7 @@ def _software(notes: _Notes) -> None:
             notes.add("software", f"extra [{extra}]", "ok", "installed")
 
 
-def _cpu(notes: _Notes) -> None:
+def _cpu(notes: Notes) -> None:
     cores, machine_cores = available_cores(), os.cpu_count() or 1
     threads = os.environ.get("OMP_NUM_THREADS")
     notes.data["cpu"] = {"arch": platform.machine(), "cores": cores, "machine_cores": machine_cores, "threads": threads}
@@ -135,7 +145,7 @@ def _cpu(notes: _Notes) -> None:
         notes.add("cpu", "pidfd", "note", "not available; ranks look at each other's pids instead")
 
 
-def _bf16(notes: _Notes) -> None:
+def _bf16(notes: Notes) -> None:
     """Try a bf16 matmul in a child: where AMX is advertised but hidden, it is the process that dies."""
     trap = cpu_guard.has_amx_trap(cpu_guard.read_cpuinfo())
     guarded = {cpu_guard.VARIABLE: os.environ.get(cpu_guard.VARIABLE, cpu_guard.SAFE_ISA)}
@@ -168,7 +178,7 @@ def _try_bf16(extra: dict[str, str]) -> str:
     return f"failed: {last}"
 
 
-def _memory(notes: _Notes) -> None:
+def _memory(notes: Notes) -> None:
     try:
         stat = os.statvfs("/dev/shm")
     except OSError as error:
@@ -191,7 +201,7 @@ def _memory(notes: _Notes) -> None:
         notes.add("memory", "/dev/shm", "ok", shown)
 
 
-def _build_tools(notes: _Notes) -> None:
+def _build_tools(notes: Notes) -> None:
     compiler = next(
         filter(None, (shutil.which(c) for c in (os.environ.get("CXX"), "c++", "g++", "clang++") if c)), None
     )
@@ -217,7 +227,7 @@ def _build_tools(notes: _Notes) -> None:
         )
 
 
-def _native_core(notes: _Notes) -> Any:
+def _native_core(notes: Notes) -> Any:
     try:
         from moe_comm import _C
     except ImportError as error:
@@ -231,7 +241,7 @@ def _native_core(notes: _Notes) -> Any:
     others = ", ".join(name for name in _C.isas() if name != _C.isa())
     notes.add("native core", "vector code", "ok", _C.isa() + (f" (also here: {others})" if others else ""))
     if cuda is None:
-        advice = "rebuild with MOE_COMM_CUDA=on where nvcc is installed"
+        advice = "none needed where NVRTC is found; else rebuild with MOE_COMM_CUDA=on where nvcc is installed"
         notes.add("native core", "CUDA part", "missing", "not compiled in", advice)
     else:
         runtime, driver = _cuda_version(cuda["runtime_version"]), _cuda_version(cuda["driver_version"])
@@ -239,7 +249,7 @@ def _native_core(notes: _Notes) -> Any:
     return _C
 
 
-def _gpus(notes: _Notes) -> None:
+def _gpus(notes: Notes) -> None:
     cuda = (notes.data["native"] or {}).get("cuda")
     devices = cuda["devices"] if cuda else _torch_gpus()
     nccl = _nccl()
@@ -294,7 +304,7 @@ def _nccl() -> str | None:
         return "present"
 
 
-def _backends(notes: _Notes, native: Any) -> None:
+def _backends(notes: Notes, native: Any) -> None:
     """Which dispatchers can run here, and on what."""
     import torch
     import torch.distributed as dist

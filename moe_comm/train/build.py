@@ -105,7 +105,14 @@ def _meet_before_layers(config: TrainConfig, architecture: TransformerConfig, me
         mesh.group("etp", "ep"),
         config.parallel.backend,
         options=options,
-        traffic=Traffic(moe.router.top_k * etp, moe.hidden, 4, options.deterministic, options.payloads),
+        traffic=Traffic(
+            moe.router.top_k * etp,
+            moe.hidden,
+            4,
+            options.deterministic,
+            options.payloads,
+            bool(config.parallel.overlap_chunks),
+        ),
     ).close()
 
 

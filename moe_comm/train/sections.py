@@ -241,7 +241,9 @@ class ParallelSection(Section):
     compress: bool = False
     overlap_chunks: NonNegativeInt | Literal["auto", "adaptive"] = 0
     interleave: bool = False
-    backend: Literal["auto", "local", "shared_memory", "all_to_all", "all_gather", "hierarchical"] = "auto"
+    backend: Literal["auto", "local", "shared_memory", "peer_to_peer", "all_to_all", "all_gather", "hierarchical"] = (
+        "auto"
+    )
     timeout_s: float = Field(default=300.0, gt=0)
 
     def mapping(self, world: int) -> ParallelConfig:

@@ -15,15 +15,15 @@ from tests.dispatch.cases import CASES, Case
 from tests.dispatch.workers import INPUT_FAULTS, Job, Result
 from tests.pool import RankPool
 
-BACKENDS = ("all_to_all", "all_gather", "shared_memory", "hierarchical")
+BACKENDS = ("all_to_all", "all_gather", "shared_memory", "hierarchical", "peer_to_peer")
 WORLDS = (2, 4, 8)
 NAMES = [case.name for case in CASES]
 
 
 def usable(backend: str, device: str) -> None:
-    if backend != "shared_memory":
+    if backend not in ("shared_memory", "peer_to_peer"):
         return
-    if device != "cpu":
+    if device != "cpu" and backend == "shared_memory":
         pytest.skip("shared_memory moves CPU tensors")
     pytest.importorskip("moe_comm._C", reason="the native core is not built")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_comm.dispatch import BACKENDS, DispatchOptions, make_dispatcher
+from moe_comm.dispatch import BACKENDS, DispatchOptions, Payloads, factory, make_dispatcher
 from moe_comm.dispatch.choice import GroupFacts, Traffic, choose
 from moe_comm.dispatch.factory import explain_choice
+from moe_comm.dispatch.peer_access import ALONE, BLOCKED, MAY_SHARE, NO_KERNELS, REACHES, problem_of
 from moe_comm.errors import ConfigError
 from tests.dispatch.workers import Told, caught
 from tests.pool import RankPool
@@ -37,6 +39,21 @@ HOST = GroupFacts(world=4, hosts=1, native=True, device="cpu", transport="gloo")
         (replace(HOST, hosts=2, host_by_host=True, device="cuda", transport="nccl"), Traffic(top_k=8), "all_gather"),
         (replace(HOST, device="cuda", transport="nccl"), Traffic(top_k=2), "all_to_all"),
         (replace(HOST, device="cuda", transport="nccl"), Traffic(top_k=8), "all_gather"),
+        (replace(HOST, device="cuda", transport="nccl", peers=""), Traffic(top_k=2), "peer_to_peer"),
+        (replace(HOST, device="cuda", transport="nccl", peers=""), Traffic(top_k=8), "peer_to_peer"),
+        (replace(HOST, device="cuda", transport="nccl", peers="", hosts=2), Traffic(top_k=2), "all_to_all"),
+        (replace(HOST, device="cuda", transport="nccl", peers="", native=False), Traffic(top_k=2), "all_to_all"),
+        (replace(HOST, device="cuda", transport="nccl", peers=""), Traffic(top_k=8, overlap=True), "all_to_all"),
+        (replace(HOST, device="cuda", transport="nccl"), Traffic(top_k=8, overlap=True), "all_to_all"),
+        (replace(HOST, world=1, device="cuda", transport="nccl"), Traffic(top_k=8, overlap=True), "local"),
+        (
+            replace(HOST, device="cuda", transport="nccl", peers=""),
+            Traffic(top_k=8, overlap=True, payloads=Payloads(combine_backward="fp8_group")),
+            "peer_to_peer",
+        ),
+        (HOST, Traffic(top_k=8, overlap=True), "shared_memory"),
+        (replace(HOST, emulate=True), Traffic(top_k=2), "shared_memory"),
+        (replace(HOST, emulate=True, native=False), Traffic(top_k=2), "all_to_all"),
     ],
 )
 def test_auto_takes_the_cheapest_that_works(facts: GroupFacts, traffic: Traffic, picked: str) -> None:
@@ -52,6 +69,43 @@ def test_the_explanation_names_every_backend_its_cost_and_why_not() -> None:
     assert "no: the ranks are on 3 hosts; use 'all_to_all' between hosts" in text
     assert "hosts have different numbers of ranks" in text
     assert "24.0" in text, "all_to_all: 2 * 8 * 3/4 rows of 2 KB leave for each token"
+
+
+@pytest.mark.parametrize(
+    ("devices", "access", "said"),
+    [
+        ([5, 6], [REACHES, REACHES], ""),
+        ([5, 5], [MAY_SHARE + ALONE, MAY_SHARE + ALONE], ""),
+        ([5, 5], [ALONE, ALONE], "ranks 0 and 1 share a GPU, and rank 0 does not let torch"),
+        ([5, 5], [MAY_SHARE + REACHES, REACHES], "ranks 0 and 1 share a GPU, and rank 1 does not let torch"),
+        ([5, 6], [MAY_SHARE + REACHES, BLOCKED], "the GPU of rank 1 cannot reach"),
+        ([5, 6], [REACHES, BLOCKED], "the GPU of rank 1 cannot reach"),
+        ([5, 6], [ALONE, REACHES], "rank 0 sees no GPU but its own"),
+        ([5, 6], [REACHES, NO_KERNELS], "rank 1 has no kernels"),
+        ([5, 0], [REACHES, NO_KERNELS], "rank 1 has no kernels"),
+    ],
+)
+def test_gpus_must_reach_each_other(devices: list[int], access: list[int], said: str) -> None:
+    """One GPU for several ranks needs no access to others, but torch's leave."""
+    problem = problem_of(devices, access)
+    assert said in problem and bool(problem) == bool(said)
+    choice = choose(replace(HOST, world=2, device="cuda", transport="nccl", peers=problem), Traffic(top_k=2))
+    assert choice.picked == ("all_gather" if said else "peer_to_peer")
+    assert said in choice.problem("peer_to_peer")
+
+
+def test_gpus_that_do_not_reach_each_other_are_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factory._state, "told", False)
+    gpus = replace(HOST, device="cuda", transport="nccl", peers="the GPU of rank 1 is shy")
+    with pytest.warns(RuntimeWarning, match="auto takes 'all_to_all' on these GPUs: the GPU of rank 1 is shy"):
+        factory.tell_once(choose(gpus, Traffic(top_k=2)))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        factory.tell_once(choose(gpus))
+        monkeypatch.setattr(factory._state, "told", False)
+        for quiet in (replace(gpus, hosts=2), replace(gpus, peers=""), HOST):
+            factory.tell_once(choose(quiet))
+    assert not said
 
 
 def test_one_rank_gets_local_whatever_is_asked() -> None:

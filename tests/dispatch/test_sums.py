@@ -28,6 +28,14 @@ def test_a_weighted_sum_is_that_of_plain_torch(dtype: torch.dtype, hidden: int) 
         assert torch.equal(sums.weighted_sum(some, places, kept), plain.weighted_sum(some, places, kept))
 
 
+def test_an_expanded_gradient_of_no_rows_is_taken() -> None:
+    """``y.sum().backward()`` on a rank that has none; no copy gives it other strides than 0."""
+    none, away = torch.ones(()).expand(0, 5), torch.full((2, 3), -1)
+    assert not sums.weighted_sum(none, away, _draw(2, 3)).any()
+    assert sums.take(none, away[0, :0]).shape == (0, 5)
+    assert sums.spread(none, away[:0], _draw(0, 3), 4, _draw(4, 5))[0].shape == (4, 5)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("hidden", [1, 7, 32, 100])
 def test_rows_are_scaled_in_place_and_multiplied_before(dtype: torch.dtype, hidden: int) -> None:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_comm.dispatch import Dispatcher, DispatchOptions, Layout, Payloads, make_dispatcher
 from moe_comm.dispatch.hierarchical import HierarchicalDispatcher
 from moe_comm.dispatch.local import LocalDispatcher
+from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.topology import ExpertPlacement
 from tests.dispatch import cases
 from tests.dispatch.cases import Batch, Case
@@ -34,10 +35,14 @@ class Job:
     deterministic: bool = True
     how: str = ""
     payloads: Payloads = Payloads()  # noqa: RUF009 - frozen
+    peers: PeerToPeerOptions = PeerToPeerOptions()  # noqa: RUF009
 
     @property
     def options(self) -> DispatchOptions:
-        return DispatchOptions(self.timeout_s, self.deterministic, self.checked, self.payloads)
+        peers = self.peers
+        if self.backend == "peer_to_peer":
+            peers = replace(peers, emulate=self.device == "cpu", heap_bytes=peers.heap_bytes or 1 << 20)
+        return DispatchOptions(self.timeout_s, self.deterministic, self.checked, self.payloads, peers)
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,10 @@ def recorded() -> Iterator[Flights]:
     flights = Flights()
     start = Channel.start_all_to_all
 
-    def noting(self: Channel, rows: Tensor, send: Sequence[int], receive: Sequence[int], doing: str) -> Coming:
-        coming = start(self, rows, send, receive, doing)
+    def noting(
+        self: Channel, rows: Tensor, send: Sequence[int], receive: Sequence[int], doing: str, out: Tensor | None = None
+    ) -> Coming:
+        coming = start(self, rows, send, receive, doing, out)
         flights.started += 1
         flights.under_way += 1
         waited: list[bool] = []

@@ -70,7 +70,7 @@ def test_bf16_is_tried_in_a_child_with_and_without_the_guard(
     monkeypatch: pytest.MonkeyPatch, script: str, status: str, unguarded: str, guarded: str
 ) -> None:
     monkeypatch.setattr(doctor, "BF16_TEST", script)
-    notes = doctor._Notes()
+    notes = doctor.Notes()
     doctor._bf16(notes)
     assert notes.data["bf16"]["unguarded"] == unguarded
     assert notes.data["bf16"]["guarded"] == guarded
@@ -81,7 +81,7 @@ def test_bf16_is_tried_in_a_child_with_and_without_the_guard(
 def test_more_threads_than_cores_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     for value, status in (("1", "ok"), (str(10**6), "note"), ("2,2", "note")):
         monkeypatch.setenv("OMP_NUM_THREADS", value)
-        notes = doctor._Notes()
+        notes = doctor.Notes()
         doctor._cpu(notes)
         found = {finding.name: finding for finding in notes.findings}["threads per rank"]
         assert found.status == status
@@ -97,7 +97,7 @@ def test_full_or_absent_shared_memory_is_reported(monkeypatch: pytest.MonkeyPatc
     full = os.statvfs_result((*real[:4], 0, *real[5:]))  # f_bavail is the fifth
     for answer, status in ((absent, "missing"), (lambda path: full, "note")):
         monkeypatch.setattr(os, "statvfs", answer)
-        notes = doctor._Notes()
+        notes = doctor.Notes()
         doctor._memory(notes)
         assert [finding.status for finding in notes.findings] == [status]
         assert notes.findings[0].advice
@@ -106,6 +106,6 @@ def test_full_or_absent_shared_memory_is_reported(monkeypatch: pytest.MonkeyPatc
 def test_torch_that_is_too_old_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     for version, status in (("2.10.9", "broken"), ("2.11.0+cu130", "ok"), ("3.0", "ok"), (None, "broken")):
         monkeypatch.setattr(doctor, "_version", lambda package, version=version: version)
-        notes = doctor._Notes()
+        notes = doctor.Notes()
         doctor._software(notes)
         assert {finding.name: finding.status for finding in notes.findings}["torch"] == status

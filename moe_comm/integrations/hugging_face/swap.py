@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from moe_comm.dispatch import Dispatcher, DispatchOptions, make_dispatcher
+from moe_comm.dispatch import Dispatcher, DispatchOptions, Traffic, make_dispatcher
 from moe_comm.dispatch.base import INVALID_LOGITS
 from moe_comm.errors import ConfigError, UnsupportedModel
 from moe_comm.integrations.hugging_face.compute import expert_input, mlp_weights
@@ -190,8 +190,10 @@ def swap_moe(
     found = find_experts(model)
     _refuse_conflicts(model, found)
     device = next(iter(found.values()))[0].get_parameter("down_proj").device
+    given = options or DispatchOptions()
+    traffic = Traffic(deterministic=given.deterministic, payloads=given.payloads, overlap=overlap is not None)
     dispatchers = {
-        count: make_dispatcher(count, ep_group, backend, options=options, device=device)
+        count: make_dispatcher(count, ep_group, backend, options=options, traffic=traffic, device=device)
         for count in sorted({layout.num_experts for _, layout in found.values()})
     }
     ignored: list[str] = []

@@ -1,0 +1,61 @@
+// The kernels on the host, and what is to be known of them.
+#include <cstring>
+#include <vector>
+
+#include "cuda/few.h"
+#include "cuda/launch.h"
+#include "cuda/meet.h"
+#include "cuda/pull.h"
+#include "cuda/push.h"
+
+namespace moe_comm {
+namespace p2p {
+
+namespace {
+
+struct Entry {
+  const char* name;
+  int64_t bytes;
+  int64_t (*shared)(const void* args, int64_t threads);
+  void (*run)(Machine& m, const void* args);
+};
+
+template <class Args>
+Args read(const void* args) {
+  Args a;
+  std::memcpy(&a, args, sizeof a);
+  return a;
+}
+
+#define MOE_P2P_ENTRY(name, Args, words)                                                                      \
+  Entry{#name, sizeof(Args),                                                                                  \
+        [](const void* args, int64_t threads) -> int64_t { return shared_bytes(read<Args>(args), threads); }, \
+        [](Machine& m, const void* args) { name(m, read<Args>(args)); }},
+const Entry entries[] = {MOE_P2P_KERNELS(MOE_P2P_ENTRY)};
+
+}  // namespace
+
+int kernel_number(const std::string& name) {
+  int number = 0;
+  for (const Entry& entry : entries) {
+    if (name == entry.name) return number;
+    ++number;
+  }
+  return -1;
+}
+
+int64_t argument_bytes(int kernel) { return entries[kernel].bytes; }
+
+int64_t shared_bytes(int kernel, const void* args, int64_t threads) { return entries[kernel].shared(args, threads); }
+
+void run_on_host(int kernel, int64_t blocks, const void* args, int threads) {
+  const int64_t bytes = shared_bytes(kernel, args, threads);
+  std::vector<Words16> memory(static_cast<size_t>(bytes / 16 + 1));
+  for (int64_t block = 0; block < blocks; ++block) {
+    Machine m(block, blocks, reinterpret_cast<char*>(memory.data()), bytes, threads);
+    entries[kernel].run(m, args);
+  }
+}
+
+}  // namespace p2p
+}  // namespace moe_comm

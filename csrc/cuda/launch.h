@@ -1,0 +1,30 @@
+// Starting a kernel of peer_to_peer dispatch by its name, on a GPU or on the calling thread.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace moe_comm {
+namespace p2p {
+
+struct Launch {
+  int64_t blocks = 1, threads = 1, shared_bytes = 0;
+  uintptr_t stream = 0;
+  int device = -1;  // that the stream belongs to; -1: the current one
+};
+
+// Their number in MOE_P2P_KERNELS, -1 if there is none of that name; bytes of its arguments.
+int kernel_number(const std::string& name);
+int64_t argument_bytes(int kernel);
+
+// What blocks of `threads` threads need; see cuda/shared.h.
+int64_t shared_bytes(int kernel, const void* args, int64_t threads);
+
+// Runs all blocks, one after the other, on this thread, as if they had `threads` threads.
+void run_on_host(int kernel, int64_t blocks, const void* args, int threads = 1);
+
+// In builds with CUDA. Why the kernel was not launched, or an empty string.
+std::string launch_cuda(int kernel, const Launch& launch, const void* args);
+
+}  // namespace p2p
+}  // namespace moe_comm

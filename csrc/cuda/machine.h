@@ -1,0 +1,299 @@
+// What kernels run on. Each is written once, for a block, in phases: m.each(n, f) does f(0) to f(n - 1) in any order,
+// spread over the block's threads, and m.sync() ends a phase. So the same source runs on a GPU and, one block after the
+// other, on a thread of the host, where tests run it under sanitizers: what waits has one block, so nothing is stuck.
+#pragma once
+
+#include "cuda/args.h"
+
+#if defined(__CUDACC__)
+#define MOE_BLOCK __device__ __forceinline__
+#define MOE_PRAGMA(text) _Pragma(#text)
+#define MOE_UNROLL MOE_PRAGMA(unroll)
+#define MOE_UNROLL_BY(n) MOE_PRAGMA(unroll n)
+#else
+#include <sched.h>
+#include <time.h>
+
+#include <chrono>
+#include <cstring>
+#define MOE_BLOCK inline
+#define MOE_UNROLL
+#define MOE_UNROLL_BY(n)
+#endif
+
+namespace moe_comm {
+namespace p2p {
+
+struct alignas(16) Words16 {
+  uint32_t w[4];
+};
+
+template <class T>
+MOE_BLOCK T* at(int64_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+#if defined(__CUDACC__)
+
+extern __shared__ Words16 block_memory[];
+
+class Machine {
+ public:
+  MOE_BLOCK int64_t block() const { return blockIdx.x; }
+  MOE_BLOCK int64_t blocks() const { return gridDim.x; }
+  MOE_BLOCK int threads() const { return static_cast<int>(blockDim.x); }
+
+  template <class F>
+  MOE_BLOCK void each(int n, F f) const {
+    for (int i = static_cast<int>(threadIdx.x); i < n; i += static_cast<int>(blockDim.x)) f(i);
+  }
+  // Like each, but `kAtOnce` loads are under way before the first store.
+  template <int kAtOnce, class Load, class Store>
+  MOE_BLOCK void move(int n, Load load, Store store) const {
+    const int step = static_cast<int>(blockDim.x);
+    for (int i = static_cast<int>(threadIdx.x); i < n; i += kAtOnce * step) {
+      decltype(load(0)) v[kAtOnce];
+      MOE_UNROLL
+      for (int u = 0; u < kAtOnce; ++u) {
+        if (i + u * step < n) v[u] = load(i + u * step);
+      }
+      MOE_UNROLL
+      for (int u = 0; u < kAtOnce; ++u) {
+        if (i + u * step < n) store(i + u * step, v[u]);
+      }
+    }
+  }
+  MOE_BLOCK void sync() const { __syncthreads(); }
+
+  // Memory of the block, in the order asked for; cuda/shared.h says how much there must be.
+  template <class T>
+  MOE_BLOCK T* shared(int64_t count) {
+    T* p = reinterpret_cast<T*>(reinterpret_cast<char*>(block_memory) + used_);
+    used_ += (count * static_cast<int64_t>(sizeof(T)) + 15) / 16 * 16;
+    return p;
+  }
+
+  MOE_BLOCK int64_t load_acquire(const int64_t* p) const {
+    int64_t v;
+    asm volatile("ld.acquire.sys.global.b64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+  }
+  // Whatever this block did before its last sync() stands before *p holds v, for every processor in the machine.
+  MOE_BLOCK void store_release(int64_t* p, int64_t v) const {
+    __threadfence_system();
+    asm volatile("st.release.sys.global.b64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+  }
+  // Adds to a counter of this device, after whatever this block did before its last sync(); returns what it held.
+  MOE_BLOCK int64_t fetch_add(int64_t* p, int64_t v) const {
+    __threadfence_system();
+    const int64_t old =
+        static_cast<int64_t>(atomicAdd(reinterpret_cast<unsigned long long*>(p), static_cast<unsigned long long>(v)));
+    __threadfence_system();
+    return old;
+  }
+  // Of words of the block (or of the report), in any order.
+  MOE_BLOCK void add(int64_t* p, int64_t v) const {
+    atomicAdd_system(reinterpret_cast<unsigned long long*>(p), static_cast<unsigned long long>(v));
+  }
+  MOE_BLOCK void lowest(int64_t* p, int64_t v) const { atomicMin(reinterpret_cast<long long*>(p), v); }
+
+  MOE_BLOCK int64_t now_ns() const {
+    uint64_t t;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+    return static_cast<int64_t>(t);
+  }
+  MOE_BLOCK void pause() const { __nanosleep(64); }
+
+ private:
+  int64_t used_ = 0;
+};
+
+MOE_BLOCK Words16 load16(const void* p) {
+  const uint4 v = *reinterpret_cast<const uint4*>(p);
+  return {{v.x, v.y, v.z, v.w}};
+}
+MOE_BLOCK void store16(void* p, const Words16& v) {
+  *reinterpret_cast<uint4*>(p) = make_uint4(v.w[0], v.w[1], v.w[2], v.w[3]);
+}
+
+#else
+
+class Machine {
+ public:
+  // threads: how many the kernels take a block to have, one after the other, the last of them first.
+  Machine(int64_t block, int64_t blocks, char* memory, int64_t bytes, int threads = 1)
+      : block_(block), blocks_(blocks), memory_(memory), bytes_(bytes), threads_(threads) {}
+
+  int64_t block() const { return block_; }
+  int64_t blocks() const { return blocks_; }
+  int threads() const { return threads_; }
+
+  template <class F>
+  void each(int n, F f) const {
+    for (int t = threads_ - 1; t >= 0; --t) {
+      for (int i = t; i < n; i += threads_) f(i);
+    }
+  }
+  template <int kAtOnce, class Load, class Store>
+  void move(int n, Load load, Store store) const {
+    each(n, [&](int i) { store(i, load(i)); });
+  }
+  void sync() const {}
+
+  template <class T>
+  T* shared(int64_t count) {
+    T* p = reinterpret_cast<T*>(memory_ + used_);
+    used_ += (count * static_cast<int64_t>(sizeof(T)) + 15) / 16 * 16;
+    if (used_ > bytes_) __builtin_trap();  // cuda/shared.h and the kernel differ
+    return p;
+  }
+
+  int64_t load_acquire(const int64_t* p) const { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+  void store_release(int64_t* p, int64_t v) const { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+  int64_t fetch_add(int64_t* p, int64_t v) const { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
+  void add(int64_t* p, int64_t v) const { __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
+  void lowest(int64_t* p, int64_t v) const {
+    if (v < *p) *p = v;
+  }
+
+  int64_t now_ns() const {
+    const auto t = std::chrono::steady_clock::now().time_since_epoch();
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(t).count();
+  }
+  // Ranks may be more than cores: who waits long leaves his to those who have something to do.
+  void pause() const {
+    constexpr int kYields = 1000;
+    constexpr timespec kNap = {0, 50000};
+    if (++pauses_ < kYields) {
+      sched_yield();
+    } else {
+      clock_nanosleep(CLOCK_MONOTONIC, 0, &kNap, nullptr);
+    }
+  }
+
+ private:
+  int64_t block_, blocks_;
+  char* memory_;
+  int64_t bytes_, used_ = 0;
+  int threads_;
+  mutable int pauses_ = 0;
+};
+
+inline Words16 load16(const void* p) {
+  Words16 v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline void store16(void* p, const Words16& v) { std::memcpy(p, &v, sizeof v); }
+
+#endif
+
+// --- what every kernel begins with ---
+
+template <class Args>
+MOE_BLOCK Group group_of(const Args& a) {
+#define MOE_P2P_COPY(name) a.name,
+  return {MOE_P2P_GROUP(MOE_P2P_COPY)};
+#undef MOE_P2P_COPY
+}
+
+template <class Args>
+MOE_BLOCK bool failed(const Args& a) {
+  return at<const State>(a.state_at)->fault != kNone;
+}
+
+// The control areas, mine and peers'.
+struct Blocks {
+  char* const* peers;
+  Control control;
+
+  template <class Args>
+  MOE_BLOCK explicit Blocks(const Args& a)
+      : peers(at<char* const>(a.peers_at)), control{a.world, a.experts, a.local_experts} {}
+  MOE_BLOCK int64_t* words(int64_t rank) const { return reinterpret_cast<int64_t*>(peers[rank]); }
+};
+
+MOE_BLOCK int64_t owner_of(const int64_t* offsets, int64_t world, int64_t expert) {
+  int64_t low = 0, high = world;  // the owner is in [low, high)
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    if (offsets[middle] <= expert) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+struct Failure {
+  int64_t fault, who, what, wanted, seen;
+};
+
+// By one thread: this and every later kernel of this rank does nothing more.
+template <class M>
+MOE_BLOCK void fail(M& m, const Group& g, int64_t turn, const Failure& f) {
+  Report* report = at<Report>(g.report_at);
+  report->fault = f.fault;
+  report->who = f.who;
+  report->what = f.what;
+  report->wanted = f.wanted;
+  report->seen = f.seen;
+  at<State>(g.state_at)->fault = f.fault;
+  m.store_release(&report->turn, turn);
+}
+
+struct Word {
+  const int64_t* at;  // null: nothing to wait for
+  int64_t who;
+};
+
+// The whole block: waits until each of `count` words, shifted right by `shift`, is at least `wanted`. word(i) says
+// which they are. False after a failure, which is then reported: the first of the words that did not come.
+template <class M, class WordOf>
+MOE_BLOCK bool wait_all(M& m, const Group& g, int count, Wait what, int64_t turn, int shift, WordOf word) {
+  int64_t* late = m.template shared<int64_t>(1);
+  m.each(1, [&](int) { *late = count; });
+  m.sync();
+  const int64_t deadline = m.now_ns() + g.timeout_ns;
+  const int64_t* stop = at<const int64_t>(g.abort_at);
+  m.each(count, [&](int i) {
+    const Word w = word(i);
+    if (w.at == nullptr) return;
+    for (int64_t spins = 1; (m.load_acquire(w.at) >> shift) < turn; ++spins) {
+      // The host's word is far away: look there, and at the clock, now and then.
+      if (spins % 64 == 0 && (m.load_acquire(stop) != 0 || m.now_ns() > deadline)) {
+        m.lowest(late, i);
+        return;
+      }
+      if (spins > 64) m.pause();
+    }
+  });
+  m.sync();
+  const bool good = *late == count;
+  if (!good) {
+    m.each(1, [&](int) {
+      const Word w = word(static_cast<int>(*late));
+      const int64_t fault = m.load_acquire(stop) != 0 ? kAborted : kTimedOut;
+      fail(m, g, turn, {fault, w.who, what, turn, m.load_acquire(w.at) >> shift});
+    });
+  }
+  return good;
+}
+
+// The whole block: values[i] becomes the sum of values[0] to values[i]; `other` is as large. Returns where they stand.
+template <class M>
+MOE_BLOCK int64_t* running_sums(M& m, int64_t* values, int64_t* other, int n) {
+  for (int reach = 1; reach < n; reach *= 2) {
+    m.sync();
+    m.each(n, [&](int i) { other[i] = i >= reach ? values[i] + values[i - reach] : values[i]; });
+    int64_t* swap = values;
+    values = other;
+    other = swap;
+  }
+  m.sync();
+  return values;
+}
+
+}  // namespace p2p
+}  // namespace moe_comm

@@ -1,0 +1,288 @@
+// The start and the end of a turn: count, meet, arrive, done.
+#pragma once
+
+#include "cuda/machine.h"
+#include "cuda/shared.h"
+
+namespace moe_comm {
+namespace p2p {
+
+// The slots of a chunk, as far as there are any.
+MOE_BLOCK int chunk_slots(int64_t tokens, int64_t top_k, int64_t chunk, int64_t block) {
+  const int64_t left = tokens * top_k - block * chunk;
+  return static_cast<int>(left < chunk ? left : chunk);
+}
+
+// How many of ids[0, n) equal ids[i], and how many of those come before i. By looking at all of them: the cost does not
+// grow with the number of experts, neighbours read the same words, and no order is left to chance.
+struct Rank {
+  int before, all;
+};
+MOE_BLOCK Rank rank_in_chunk(const int32_t* ids, int n, int i) {
+  const int32_t id = ids[i];
+  Rank rank = {0, 0};
+  for (int j = 0; j < n; ++j) {
+    const int same = ids[j] == id;
+    rank.all += same;
+    rank.before += same & (j < i);
+  }
+  return rank;
+}
+
+template <class M>
+MOE_BLOCK void count(M& m, const CountArgs& a) {
+  if (failed(a)) return;
+  const int n = chunk_slots(a.tokens, a.top_k, a.chunk, m.block());
+  const int64_t* given = at<const int64_t>(a.ids_at) + m.block() * a.chunk;
+  int64_t* counts = at<int64_t>(a.counts_at) + m.block() * a.experts;
+  int32_t* ids = m.template shared<int32_t>(a.chunk);
+  int64_t* found = m.template shared<int64_t>(4);  // dropped, bad, the first bad
+  m.each(static_cast<int>(a.experts), [&](int e) { counts[e] = 0; });
+  m.each(3, [&](int i) { found[i] = i == 2 ? n : 0; });
+  m.sync();
+  m.each(n, [&](int i) {
+    const int64_t id = given[i];
+    ids[i] = id >= 0 && id < a.experts ? static_cast<int32_t>(id) : -1;
+    if (id == kDropped) m.add(&found[0], 1);
+    if (id < kDropped || id >= a.experts) {
+      m.add(&found[1], 1);
+      m.lowest(&found[2], i);
+    }
+  });
+  m.sync();
+  m.each(n, [&](int i) {
+    const Rank rank = rank_in_chunk(ids, n, i);
+    if (ids[i] >= 0 && rank.before == 0) counts[ids[i]] = rank.all;
+  });
+  m.each(1, [&](int) {
+    int64_t* bad = at<int64_t>(a.bad_at) + m.block() * 4;
+    bad[0] = found[0];
+    bad[1] = found[1];
+    bad[2] = found[1] ? m.block() * a.chunk + found[2] : -1;
+    bad[3] = found[1] ? given[found[2]] : 0;
+  });
+}
+
+// What meet finds out before it tells anybody, and after.
+struct Meeting {
+  int64_t* header;    // [49]
+  int64_t* found;     // dropped, bad, first chunk with bad ids, first rank that differs, first without room, overflow
+  int64_t* partial;   // [segments, E] slots of the segments before, of this rank
+  int64_t* own;       // [E] slots of this rank
+  int64_t* earlier;   // [E] slots of the ranks before this one
+  int64_t* sums;      // [E + 1]
+  int64_t* more;      // [E + 1]
+  int segments, per;  // chunks of a segment
+};
+
+// Adds up this rank's chunks.
+template <class M>
+MOE_BLOCK void meet_add_up(M& m, const MeetArgs& a, Meeting& x) {
+  const int experts = static_cast<int>(a.experts), chunks = static_cast<int>(a.chunks);
+  const int64_t* counts = at<const int64_t>(a.counts_at);
+  const int64_t* bad = at<const int64_t>(a.bad_at);
+  m.each(x.segments * experts, [&](int i) {
+    const int first = i / experts * x.per;
+    int64_t sum = 0;
+    MOE_UNROLL_BY(8)
+    for (int c = first; c < (first + x.per < chunks ? first + x.per : chunks); ++c) {
+      sum += counts[static_cast<int64_t>(c) * experts + i % experts];
+    }
+    x.partial[i] = sum;
+  });
+  m.each(chunks, [&](int c) {
+    if (bad[c * 4]) m.add(&x.found[0], bad[c * 4]);
+    if (bad[c * 4 + 1]) {
+      m.add(&x.found[1], bad[c * 4 + 1]);
+      m.lowest(&x.found[2], c);
+    }
+  });
+  m.sync();
+  m.each(experts, [&](int e) {
+    int64_t sum = 0;
+    for (int s = 0; s < x.segments; ++s) {
+      const int64_t of_segment = x.partial[s * experts + e];
+      x.partial[s * experts + e] = sum;
+      sum += of_segment;
+    }
+    x.own[e] = sum;
+  });
+  m.each(1, [&](int) {
+    if (!x.found[1] || x.header[kFaultWord]) return;
+    x.header[kFaultWord] = kBadIdsWord;
+    x.header[kFaultWord + 1] = bad[x.found[2] * 4 + 2];
+    x.header[kFaultWord + 2] = bad[x.found[2] * 4 + 3];
+    x.header[kFaultWord + 3] = x.found[1];
+  });
+}
+
+// Everybody's counts are here: first rows of this rank's chunks, of its own experts, and what has no room.
+template <class M>
+MOE_BLOCK void meet_lay_out(M& m, const MeetArgs& a, const Blocks& blocks, int64_t parity, Meeting& x) {
+  const int experts = static_cast<int>(a.experts), world = static_cast<int>(a.world);
+  const int64_t* offsets = at<const int64_t>(a.offsets_at);
+  const int64_t* told = blocks.words(a.rank) + blocks.control.counts(parity, 0);
+  int64_t* all_counts = at<int64_t>(a.all_counts_at);
+  m.each(world * experts, [&](int i) {
+    all_counts[i] = told[i];
+    if (a.host_counts_at) at<int64_t>(a.host_counts_at)[i] = told[i];
+  });
+  m.each(1, [&](int) { x.sums[0] = 0; });
+  m.each(experts, [&](int e) {
+    int64_t all = 0, earlier = 0;
+    for (int s = 0; s < world; ++s) {
+      if (s == a.rank) earlier = all;
+      all += told[s * experts + e];
+    }
+    x.sums[e + 1] = all;
+    x.earlier[e] = earlier;
+  });
+  const int64_t* upto = running_sums(m, x.sums, x.more, experts + 1);
+  m.each(x.segments * experts, [&](int i) {
+    const int e = i % experts, first = i / experts * x.per;
+    int64_t* counts = at<int64_t>(a.counts_at);
+    int64_t row = upto[e] - upto[offsets[owner_of(offsets, world, e)]] + x.earlier[e] + x.partial[i];
+    for (int c = first; c < (first + x.per < a.chunks ? first + x.per : a.chunks); ++c) {
+      int64_t* first_row = counts + static_cast<int64_t>(c) * experts + e;
+      const int64_t slots = *first_row;
+      *first_row = row;
+      row += slots;
+    }
+  });
+  const int64_t* offers = at<const int64_t>(a.offers_at);
+  m.each(experts, [&](int e) {
+    const int64_t owner = owner_of(offsets, world, e), room = offers[owner * kOfferWords + kRoom];
+    if (room < 0) return;
+    const int64_t beyond = upto[e] - upto[offsets[owner]] + x.earlier[e] + x.own[e] - room;
+    if (beyond > 0) m.add(&x.found[5], beyond < x.own[e] ? beyond : x.own[e]);
+  });
+  const int64_t mine = offsets[a.rank], end = offsets[a.rank + 1];
+  m.each(static_cast<int>(a.local_experts) + 1, [&](int i) {
+    const int64_t row = upto[mine + i < end ? mine + i : end] - upto[mine], room = a.offer_4;
+    at<int64_t>(a.summary_at)[i] = room >= 0 && room < row ? room : row;
+  });
+  m.sync();
+  m.each(1, [&](int) {
+    Report* report = at<Report>(a.report_at);
+    report->rows = upto[end] - upto[mine];
+    report->dropped = x.found[0];
+    report->overflow = x.found[5];
+  });
+}
+
+template <class M>
+MOE_BLOCK void meet(M& m, const MeetArgs& a) {
+  if (failed(a)) return;
+  const Group g = group_of(a);
+  const Blocks blocks(a);
+  const int world = static_cast<int>(a.world), experts = static_cast<int>(a.experts);
+  const int64_t turn = at<const State>(a.state_at)->turn + 1, parity = turn % 2;
+  Meeting x;
+  x.header = m.template shared<int64_t>(kHeaderWords);
+  x.found = m.template shared<int64_t>(6);
+  m.each(static_cast<int>(kHeaderWords), [&](int i) { x.header[i] = at<const int64_t>(a.header_at)[i]; });
+  m.each(6, [&](int i) { x.found[i] = i == 2 ? a.chunks : i == 3 || i == 4 ? world : 0; });
+  m.sync();
+  if (a.with_counts) {
+    x.segments = static_cast<int>(meet_segments(a.experts, a.chunks, m.threads()));
+    x.per = static_cast<int>((a.chunks + x.segments - 1) / x.segments);
+    x.partial = m.template shared<int64_t>(x.segments * a.experts);
+    x.own = m.template shared<int64_t>(a.experts);
+    x.earlier = m.template shared<int64_t>(a.experts);
+    x.sums = m.template shared<int64_t>(a.experts + 1);
+    x.more = m.template shared<int64_t>(a.experts + 1);
+    meet_add_up(m, a, x);
+    m.sync();
+  }
+
+  const int64_t offer[kOfferWords] = {a.offer_0, a.offer_1, a.offer_2, a.offer_3, a.offer_4};
+  const int header_words = static_cast<int>(kHeaderWords), offer_words = static_cast<int>(kOfferWords);
+  m.each(world * header_words, [&](int i) {
+    const int word = i % header_words;
+    blocks.words(i / header_words)[blocks.control.header(parity, a.rank) + word] = x.header[word];
+  });
+  m.each(world, [&](int p) {
+    int64_t* to = blocks.words(p) + blocks.control.offer(parity, a.rank);
+    MOE_UNROLL
+    for (int i = 0; i < offer_words; ++i) to[i] = offer[i];
+  });
+  if (a.with_counts) {
+    m.each(world * experts, [&](int i) {
+      blocks.words(i / experts)[blocks.control.counts(parity, a.rank) + i % experts] = x.own[i % experts];
+    });
+  }
+  m.sync();
+  m.each(world, [&](int p) { m.store_release(blocks.words(p) + blocks.control.told(a.rank), turn); });
+  m.each(1, [&](int) { at<State>(a.state_at)->turn = turn; });
+  const int64_t* mine = blocks.words(a.rank);
+  if (!wait_all(m, g, world, kTold, turn, 0, [&](int p) { return Word{mine + blocks.control.told(p), p}; })) return;
+
+  // Copied although it could be read in place: whoever is a turn further writes to the other half, but a dispatch may
+  // take two.
+  m.each(world, [&](int p) {
+    const int64_t* header = mine + blocks.control.header(parity, p);
+    const int64_t* from = mine + blocks.control.offer(parity, p);
+    bool differs = header[kFaultWord] != 0, nowhere = false;
+    for (int i = 0; i < kComparedWords; ++i) differs = differs || header[i] != x.header[i];
+    for (int i = 0; i < offer_words; ++i) {
+      at<int64_t>(a.offers_at)[p * offer_words + i] = from[i];
+      nowhere = nowhere || (i != kRoom && from[i] == kNowhere);
+    }
+    if (differs) m.lowest(&x.found[3], p);
+    if (nowhere) m.lowest(&x.found[4], p);
+  });
+  if (a.all_headers_at) {
+    m.each(world * header_words,
+           [&](int i) { at<int64_t>(a.all_headers_at)[i] = mine[blocks.control.header(parity, 0) + i]; });
+  }
+  m.sync();
+  const bool bad_ids = x.header[kFaultWord] == kBadIdsWord;
+  if (x.found[3] < world || x.found[4] < world) {
+    m.each(1, [&](int) {
+      if (bad_ids) {
+        fail(m, g, turn, {kBadIds, x.header[kFaultWord + 1], kTold, 0, x.header[kFaultWord + 2]});
+      } else if (x.found[3] < world) {
+        fail(m, g, turn, {kDisagree, x.found[3], kTold, 0, 0});
+      } else {
+        fail(m, g, turn, {kNoRoom, x.found[4], kTold, 0, 0});
+      }
+    });
+    return;
+  }
+  if (a.with_counts) meet_lay_out(m, a, blocks, parity, x);
+  m.sync();
+  m.each(1, [&](int) { m.store_release(&at<Report>(a.report_at)->turn, turn); });
+}
+
+template <class M>
+MOE_BLOCK void arrive(M& m, const ArriveArgs& a) {
+  if (failed(a)) return;
+  const Blocks blocks(a);
+  const int64_t* offsets = at<const int64_t>(a.offsets_at);
+  const int64_t first = offsets[a.rank];
+  const int world = static_cast<int>(a.world), count = static_cast<int>(offsets[a.rank + 1] - first) * world;
+  const int64_t* counts = at<const int64_t>(a.all_counts_at);
+  wait_all(m, group_of(a), count, kArrived, at<const State>(a.state_at)->turn, 0, [&](int i) {
+    const int64_t expert = i / world, from = i % world;
+    const bool any = counts[from * a.experts + first + expert] > 0;
+    return Word{any ? blocks.words(a.rank) + blocks.control.arrived(expert, from) : nullptr, from};
+  });
+}
+
+// Tells all peers, and waits until all have told.
+template <class M, class Args>
+MOE_BLOCK bool all_done(M& m, const Args& a, int64_t turn) {
+  const Blocks blocks(a);
+  const int world = static_cast<int>(a.world);
+  m.each(world, [&](int p) { m.store_release(blocks.words(p) + blocks.control.done(a.rank), turn); });
+  const int64_t* mine = blocks.words(a.rank);
+  return wait_all(m, group_of(a), world, kDone, turn, 0, [&](int p) { return Word{mine + blocks.control.done(p), p}; });
+}
+
+template <class M>
+MOE_BLOCK void done(M& m, const DoneArgs& a) {
+  if (!failed(a)) all_done(m, a, at<const State>(a.state_at)->turn);
+}
+
+}  // namespace p2p
+}  // namespace moe_comm

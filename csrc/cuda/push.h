@@ -1,0 +1,162 @@
+// Dispatch: rows go straight to their places.
+#pragma once
+
+#include "cuda/meet.h"
+#include "cuda/rows.h"
+
+namespace moe_comm {
+namespace p2p {
+
+// What a block of push knows of each of its slots.
+struct ChunkSlots {
+  int32_t* ids;
+  int32_t* together;  // slots of the same expert in this chunk, at the first of them; else 0
+  int64_t* places;
+  char** rows;
+  char** scales;
+};
+
+// Of a token's slots that go to one rank, the first carries the row; the others are links to it.
+template <class M>
+MOE_BLOCK void link_slots(M& m, const PushArgs& a, const Blocks& blocks, int n, const ChunkSlots& s) {
+  const int64_t* offers = at<const int64_t>(a.offers_at);
+  const int top_k = static_cast<int>(a.top_k);
+  m.each(n, [&](int i) {
+    const int64_t place = s.places[i];
+    if (place == kDropped) return;
+    const int64_t owner = place_owner(place);
+    int first = i / top_k * top_k;
+    while (s.places[first] == kDropped || place_owner(s.places[first]) != owner) ++first;
+    int64_t* links = reinterpret_cast<int64_t*>(blocks.peers[owner] + offers[owner * kOfferWords + kLinksAt]);
+    links[place_row(place)] = first == i ? -1 : place_row(s.places[first]);
+    if (first != i) s.rows[i] = s.scales[i] = nullptr;
+  });
+}
+
+template <class M>
+MOE_BLOCK void push(M& m, const PushArgs& a) {
+  if (failed(a)) return;
+  const Blocks blocks(a);
+  const int n = chunk_slots(a.tokens, a.top_k, a.chunk, m.block()), top_k = static_cast<int>(a.top_k);
+  const int64_t first_slot = m.block() * a.chunk;
+  const int64_t* offsets = at<const int64_t>(a.offsets_at);
+  const int64_t* offers = at<const int64_t>(a.offers_at);
+  const int64_t* first_row = at<const int64_t>(a.counts_at) + m.block() * a.experts;
+  const int64_t bytes = row_bytes(a.hidden, a.dtype, a.format), scales = row_scales(a.hidden, a.format);
+  ChunkSlots s;
+  s.ids = m.template shared<int32_t>(a.chunk);
+  s.together = m.template shared<int32_t>(a.chunk);
+  s.places = m.template shared<int64_t>(a.chunk);
+  s.rows = m.template shared<char*>(a.chunk);
+  s.scales = m.template shared<char*>(a.chunk);
+  const Scratch scratch = quantise_scratch(m, a.hidden, a.format);
+
+  m.each(n, [&](int i) { s.ids[i] = static_cast<int32_t>(at<const int64_t>(a.ids_at)[first_slot + i]); });
+  m.sync();
+  m.each(n, [&](int i) {
+    const int32_t id = s.ids[i];
+    s.together[i] = 0;
+    s.places[i] = kDropped;
+    s.rows[i] = s.scales[i] = nullptr;
+    if (id >= 0) {
+      const Rank rank = rank_in_chunk(s.ids, n, i);
+      const int64_t owner = owner_of(offsets, a.world, id), row = first_row[id] + rank.before;
+      const int64_t* offer = offers + owner * kOfferWords;
+      if (rank.before == 0) s.together[i] = rank.all;
+      if (offer[kRoom] < 0 || row < offer[kRoom]) {
+        s.places[i] = pack_place(owner, row);
+        s.rows[i] = blocks.peers[owner] + offer[kRowsAt] + row * bytes;
+        if (scales) s.scales[i] = blocks.peers[owner] + offer[kScalesAt] + row * scales * 4;
+      }
+    }
+    at<int64_t>(a.place_at)[first_slot + i] = s.places[i];
+  });
+  m.sync();
+  if (a.relay) {
+    link_slots(m, a, blocks, n, s);
+    m.sync();
+  }
+
+  const int64_t own = a.x_at | a.stride | (a.hidden * element_bytes(a.dtype));
+  const Source from = {at<const char>(a.x_at),
+                       a.stride,
+                       a.hidden,
+                       a.dtype,
+                       a.format,
+                       a.power_of_two != 0,
+                       all_on_16(offers, a.world, kRowsAt, own)};
+  const int64_t first_token = first_slot / top_k;
+  if (a.hidden > 0) {
+    send_rows(m, from, n / top_k, {s.rows, s.scales, top_k}, scratch, [&](int i) { return first_token + i; });
+  }
+
+  // The block that sends the last row for an expert tells its owner.
+  m.sync();
+  m.each(n, [&](int i) {
+    if (s.together[i] == 0) return;
+    const int64_t id = s.ids[i], all = at<const int64_t>(a.all_counts_at)[a.rank * a.experts + id];
+    int64_t* left = at<int64_t>(a.left_at) + id;
+    if (m.fetch_add(left, s.together[i]) + s.together[i] != all) return;
+    *left = 0;
+    const int64_t owner = owner_of(offsets, a.world, id);
+    m.store_release(blocks.words(owner) + blocks.control.arrived(id - offsets[owner], a.rank),
+                    at<const State>(a.state_at)->turn);
+  });
+}
+
+// Copies of rows that came once for several experts of this rank.
+template <class M>
+MOE_BLOCK void fan_out(M& m, const FanOutArgs& a) {
+  if (failed(a)) return;
+  const int64_t* summary = at<const int64_t>(a.summary_at);
+  const int64_t* links = at<const int64_t>(a.links_at);
+  const int64_t rows = summary[a.local_experts] < a.rows ? summary[a.local_experts] : a.rows;
+  const int64_t bytes = row_bytes(a.hidden, a.dtype, a.format), scales = row_scales(a.hidden, a.format);
+  char* data = at<char>(a.rows_at);
+  float* scale = at<float>(a.scales_at);
+  int64_t* row_of = m.template shared<int64_t>(kLinkBatch);
+  int64_t* link_of = m.template shared<int64_t>(kLinkBatch);
+  int64_t* found = m.template shared<int64_t>(1);
+  const int batch = static_cast<int>(kLinkBatch);
+  const int64_t element = element_bytes(a.dtype);
+  for (int64_t first = m.block() * batch; first < rows; first += m.blocks() * batch) {
+    const int n = static_cast<int>(rows - first < batch ? rows - first : batch);
+    m.each(1, [&](int) { *found = 0; });
+    m.sync();
+    m.each(n, [&](int i) {
+      if (links[first + i] < 0) return;
+      int before = 0;
+      for (int j = 0; j < i; ++j) before += links[first + j] >= 0;
+      row_of[before] = first + i;
+      link_of[before] = links[first + i];
+      m.add(found, 1);
+    });
+    m.sync();
+    const int copies = static_cast<int>(*found);
+    const auto copy = [&](auto word, int64_t length) {
+      typedef decltype(word) T;
+      const int words = static_cast<int>(length / static_cast<int64_t>(sizeof(T)));
+      m.template move<4>(
+          copies * words,
+          [&](int i) { return reinterpret_cast<const T*>(data + link_of[i / words] * length)[i % words]; },
+          [&](int i, const T& v) { reinterpret_cast<T*>(data + row_of[i / words] * length)[i % words] = v; });
+    };
+    if (bytes > 0) {
+      if (((a.rows_at | bytes) & 15) == 0) {
+        copy(Words16(), bytes);
+      } else if (element == 4) {
+        copy(uint32_t(), bytes);
+      } else {
+        copy(uint16_t(), bytes);
+      }
+    }
+    m.each(copies * static_cast<int>(scales), [&](int i) {
+      const int64_t c = i / scales, channel = i % scales;
+      scale[row_of[c] * scales + channel] = scale[link_of[c] * scales + channel];
+    });
+    m.sync();
+  }
+}
+
+}  // namespace p2p
+}  // namespace moe_comm

@@ -1,0 +1,77 @@
+// How much memory of its own a block of each kernel needs. The host asks before a launch; kernels take it piece by
+// piece with m.shared, in the order that is added up here.
+#pragma once
+
+#include "cuda/args.h"
+
+namespace moe_comm {
+namespace p2p {
+
+constexpr int64_t kBatch = 8;         // rows quantised, or tokens summed, between two syncs
+constexpr int64_t kSpreadBatch = 64;  // slots of spread between two syncs
+constexpr int64_t kLinkBatch = 32;    // rows of fan_out between two syncs
+constexpr int64_t kLanes = 32;        // of a dot product, as on the CPU
+constexpr int64_t kGroup = 16;        // channels that one step of quantisation takes
+
+struct Pieces {
+  int64_t bytes = 0;
+  MOE_HD Pieces& add(int64_t count, int64_t size) {
+    bytes += (count * size + 15) / 16 * 16;
+    return *this;
+  }
+};
+
+MOE_HD inline int64_t quantise_groups(int64_t hidden) { return (hidden + kGroup - 1) / kGroup; }
+MOE_HD inline int64_t quantise_blocks(int64_t hidden) { return (hidden + kScaleChannels - 1) / kScaleChannels; }
+
+// Segments of chunks that meet adds up side by side.
+MOE_HD inline int64_t meet_segments(int64_t experts, int64_t chunks, int64_t threads) {
+  int64_t segments = experts > 0 ? threads / experts : 1;
+  if (segments > chunks) segments = chunks;
+  return segments < 1 ? 1 : segments;
+}
+
+MOE_HD inline void add_quantise(Pieces& p, int64_t hidden, int64_t format) {
+  if (format == kSame) return;
+  p.add(kBatch * quantise_groups(hidden), 4).add(kBatch * quantise_blocks(hidden), 4);
+  p.add(kBatch * row_scales(hidden, format), 4);
+}
+
+MOE_HD inline int64_t shared_bytes(const CountArgs& a, int64_t) { return Pieces().add(a.chunk, 4).add(4, 8).bytes; }
+MOE_HD inline int64_t shared_bytes(const MeetArgs& a, int64_t threads) {
+  Pieces p;
+  p.add(kHeaderWords, 8).add(6, 8).add(1, 8);
+  if (a.with_counts) {
+    p.add(meet_segments(a.experts, a.chunks, threads) * a.experts, 8).add(a.experts, 8).add(a.experts, 8);
+    p.add(a.experts + 1, 8).add(a.experts + 1, 8);
+  }
+  return p.bytes;
+}
+MOE_HD inline int64_t shared_bytes(const PushArgs& a, int64_t) {
+  Pieces p;
+  p.add(a.chunk, 4).add(a.chunk, 4).add(a.chunk, 8).add(a.chunk, 8).add(a.chunk, 8);
+  add_quantise(p, a.hidden, a.format);
+  return p.bytes;
+}
+MOE_HD inline int64_t shared_bytes(const ArriveArgs&, int64_t) { return Pieces().add(1, 8).bytes; }
+MOE_HD inline int64_t shared_bytes(const FanOutArgs&, int64_t) {
+  return Pieces().add(kLinkBatch, 8).add(kLinkBatch, 8).add(1, 8).bytes;
+}
+MOE_HD inline int64_t shared_bytes(const SumArgs& a, int64_t) {
+  return Pieces().add(kBatch * a.top_k, 8).add(kBatch * a.top_k, 4).add(kBatch, 4).bytes;
+}
+MOE_HD inline int64_t shared_bytes(const SpreadArgs&, int64_t) {
+  return Pieces().add(kSpreadBatch, 8).add(kSpreadBatch, 8).add(kSpreadBatch * (kLanes + 1), 4).bytes;
+}
+MOE_HD inline int64_t shared_bytes(const DoneArgs&, int64_t) { return Pieces().add(1, 8).bytes; }
+MOE_HD inline int64_t shared_bytes(const LlSendArgs& a, int64_t threads) {
+  Pieces p;
+  p.add(threads, 8).add(threads, 8).add(a.max_tokens, 4).add(a.max_tokens, 8).add(a.max_tokens, 8).add(2, 8);
+  add_quantise(p, a.hidden, a.format);
+  return p.bytes;
+}
+MOE_HD inline int64_t shared_bytes(const LlArriveArgs&, int64_t) { return Pieces().add(1, 8).add(1, 8).bytes; }
+MOE_HD inline int64_t shared_bytes(const LlReadyArgs&, int64_t) { return Pieces().add(1, 8).bytes; }
+
+}  // namespace p2p
+}  // namespace moe_comm

@@ -1,0 +1,396 @@
+#include "p2p_ranks.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <tuple>
+
+#include "cpu/kernels.h"
+#include "layout.h"
+
+namespace moe_comm::test {
+
+using namespace p2p;
+
+namespace {
+
+size_t at_index(int64_t i) { return static_cast<size_t>(i); }
+
+Bytes random_rows(Random& random, int dtype, int64_t rows, int64_t hidden) {
+  const int64_t size = dtype == 0 ? 4 : 2;
+  Bytes bytes(at_index(rows * hidden * size));
+  for (int64_t i = 0; i < rows * hidden; ++i) {
+    const double scale = std::exp2(static_cast<double>(random.between(-6, 3)));
+    narrow(dtype, random.chance(0.05) ? 0.0f : static_cast<float>((random.unit() - 0.5) * scale),
+           bytes.data() + i * size);
+  }
+  return bytes;
+}
+
+}  // namespace
+
+int64_t P2pCase::local_experts() const {
+  int64_t most = 0;
+  for (size_t r = 0; r + 1 < offsets.size(); ++r) most = std::max(most, offsets[r + 1] - offsets[r]);
+  return most;
+}
+
+int64_t P2pCase::kept(int64_t owner) const {
+  const int64_t all = static_cast<int64_t>(rows[at_index(owner)].size());
+  return room < 0 ? all : std::min(room, all);
+}
+
+void fill_case(Random& random, P2pCase& c) {
+  const double skew = random.unit(), drop = random.chance(0.3) ? 0.4 : 0.0;
+  const int64_t favourite = random.below(c.experts());
+  c.rows.assign(at_index(c.world), {});
+  for (int s = 0; s < c.world; ++s) {
+    const int64_t tokens = c.tokens[at_index(s)];
+    std::vector<int64_t> ids;
+    std::vector<float> weights;
+    for (int64_t i = 0; i < tokens * c.top_k; ++i) {
+      ids.push_back(random.chance(drop) ? -1 : random.chance(skew) ? favourite : random.below(c.experts()));
+      weights.push_back(static_cast<float>(random.unit()));
+    }
+    c.ids.push_back(ids);
+    c.weights.push_back(weights);
+    c.x.push_back(random_rows(random, c.dtype, tokens, c.hidden));
+    c.g.push_back(random_rows(random, c.dtype, tokens, c.hidden));
+    c.dropped.push_back(std::count(ids.begin(), ids.end(), -1));
+    c.places.emplace_back(ids.size(), kDropped);
+    c.overflow.push_back(0);
+  }
+  // The contract taken literally: all slots of an owner, sorted by (expert, source, slot).
+  for (int owner = 0; owner < c.world; ++owner) {
+    auto& rows = c.rows[at_index(owner)];
+    for (int s = 0; s < c.world; ++s) {
+      for (size_t i = 0; i < c.ids[at_index(s)].size(); ++i) {
+        const int64_t e = c.ids[at_index(s)][i];
+        if (e >= c.offsets[at_index(owner)] && e < c.offsets[at_index(owner) + 1]) {
+          rows.push_back({e, s, static_cast<int64_t>(i)});
+        }
+      }
+    }
+    std::sort(rows.begin(), rows.end(), [](const P2pCase::Slot& a, const P2pCase::Slot& b) {
+      return std::tie(a.expert, a.source, a.slot) < std::tie(b.expert, b.source, b.slot);
+    });
+    for (size_t r = 0; r < rows.size(); ++r) {
+      const bool kept = static_cast<int64_t>(r) < c.kept(owner);
+      c.places[at_index(rows[r].source)][at_index(rows[r].slot)] =
+          kept ? pack_place(owner, static_cast<int64_t>(r)) : kDropped;
+      if (!kept) ++c.overflow[at_index(rows[r].source)];
+    }
+    c.out.push_back(random_rows(random, c.dtype, static_cast<int64_t>(rows.size()), c.hidden));
+  }
+}
+
+std::vector<int64_t> random_offsets(Random& random, int world) {
+  std::vector<int64_t> offsets = {0};
+  for (int r = 0; r < world; ++r) offsets.push_back(offsets.back() + random.below(5));
+  if (offsets.back() == 0) offsets.back() = 2;
+  return offsets;
+}
+
+P2pCase random_case(Random& random, const std::vector<int64_t>& offsets) {
+  P2pCase c;
+  c.world = static_cast<int>(offsets.size()) - 1;
+  c.offsets = offsets;
+  c.dtype = static_cast<int>(random.below(3));
+  const int64_t widths[] = {8, 16, 5, 40, 33, 1, 136, 0};
+  c.hidden = widths[random.below(8)];
+  c.top_k = random.between(1, 4);
+  c.chunk = c.top_k * random.between(1, 5);
+  c.format = random.chance(0.4) ? random.between(1, 2) : 0;
+  c.power_of_two = random.chance(0.5);
+  c.relay = random.chance(0.4);
+  c.exact = random.chance(0.6);
+  for (int r = 0; r < c.world; ++r) c.tokens.push_back(random.chance(0.2) ? 0 : random.below(12));
+  if (!c.exact) c.room = random.chance(0.5) ? 400 : random.below(20);
+  fill_case(random, c);
+  return c;
+}
+
+P2pRanks::P2pRanks(int world, double timeout_s)
+    : world_(world), timeout_ns_(static_cast<int64_t>(timeout_s * 1e9)), ranks_(at_index(world)) {
+  const p2p::Control largest{world, kMostExperts, kMostExperts};
+  for (int r = 0; r < world; ++r) {
+    memory_.emplace_back(at_index((largest.bytes() + 6 * kRegionBytes) / 16));
+    peers_.push_back(reinterpret_cast<char*>(memory_.back().data()));
+    ranks_[at_index(r)].left.assign(at_index(kMostExperts), 0);
+    ranks_[at_index(r)].header.assign(at_index(p2p::kHeaderWords), 0);
+  }
+}
+
+Group P2pRanks::group(int rank, const P2pCase& c) {
+  const auto address = [](const void* p) { return reinterpret_cast<int64_t>(p); };
+  Rank& me = of(rank);
+  Group g{};
+  g.world = world_;
+  g.rank = rank;
+  g.experts = c.experts();
+  g.local_experts = c.local_experts();
+  g.peers_at = address(peers_.data());
+  g.offsets_at = address(c.offsets.data());
+  g.state_at = address(&me.state);
+  g.report_at = address(&me.report);
+  g.abort_at = address(&me.abort);
+  g.timeout_ns = timeout_ns_;
+  return g;
+}
+
+int64_t P2pRanks::region(int rank, const P2pCase& c, int which) const {
+  const p2p::Control largest{world_, kMostExperts, kMostExperts};
+  // Offers differ between ranks, and odd ranks' rows start where vectors of 16 bytes may not.
+  const int64_t shift = c.hidden % 2 && which != 3 && c.format == 0 ? rank % 2 * 4 : rank % 3 * 64;
+  return largest.bytes() + which * kRegionBytes + shift;
+}
+
+void P2pRanks::count(int rank, const P2pCase& c) {
+  Rank& me = of(rank);
+  CountArgs a = args<CountArgs>(rank, c);
+  a.tokens = c.tokens[at_index(rank)];
+  a.top_k = c.top_k;
+  a.ids_at = reinterpret_cast<int64_t>(c.ids[at_index(rank)].data());
+  a.chunk = c.chunk;
+  a.chunks = (a.tokens * a.top_k + a.chunk - 1) / a.chunk;
+  me.counts.assign(at_index(a.chunks * c.experts()), -7);
+  me.bad.assign(at_index(a.chunks * 4), -7);
+  a.counts_at = reinterpret_cast<int64_t>(me.counts.data());
+  a.bad_at = reinterpret_cast<int64_t>(me.bad.data());
+  run_p2p("count", a.chunks, a);
+}
+
+bool P2pRanks::meet(int rank, const P2pCase& c, bool with_counts, const std::vector<int64_t>& offer) {
+  Rank& me = of(rank);
+  MeetArgs a = args<MeetArgs>(rank, c);
+  a.tokens = c.tokens[at_index(rank)];
+  a.top_k = c.top_k;
+  a.chunk = c.chunk;
+  a.chunks = (a.tokens * a.top_k + a.chunk - 1) / a.chunk;
+  a.counts_at = reinterpret_cast<int64_t>(me.counts.data());
+  a.bad_at = reinterpret_cast<int64_t>(me.bad.data());
+  a.with_counts = with_counts;
+  a.header_at = reinterpret_cast<int64_t>(me.header.data());
+  a.offer_0 = offer[0];
+  a.offer_1 = offer[1];
+  a.offer_2 = offer[2];
+  a.offer_3 = offer[3];
+  a.offer_4 = offer[4];
+  me.offers.assign(at_index(world_ * kOfferWords), -9);
+  me.all_headers.assign(at_index(world_ * p2p::kHeaderWords), -9);
+  a.offers_at = reinterpret_cast<int64_t>(me.offers.data());
+  a.all_headers_at = reinterpret_cast<int64_t>(me.all_headers.data());
+  if (with_counts) {
+    me.all_counts.assign(at_index(world_ * c.experts()), -9);
+    me.host_counts.assign(at_index(world_ * c.experts()), -9);
+    me.summary.assign(at_index(c.local_experts() + 1), -9);
+  }
+  a.all_counts_at = reinterpret_cast<int64_t>(me.all_counts.data());
+  a.host_counts_at = reinterpret_cast<int64_t>(me.host_counts.data());
+  a.summary_at = reinterpret_cast<int64_t>(me.summary.data());
+  run_p2p("meet", 1, a);
+  return me.state.fault == kNone;
+}
+
+std::vector<int64_t> P2pRanks::dispatch_offer(int rank, const P2pCase& c) {
+  return {region(rank, c, 0), 0, region(rank, c, 2), region(rank, c, 3), c.room};
+}
+
+void P2pRanks::push(int rank, const P2pCase& c) {
+  Rank& me = of(rank);
+  PushArgs a = args<PushArgs>(rank, c);
+  a.tokens = c.tokens[at_index(rank)];
+  a.top_k = c.top_k;
+  a.ids_at = reinterpret_cast<int64_t>(c.ids[at_index(rank)].data());
+  a.chunk = c.chunk;
+  a.chunks = (a.tokens * a.top_k + a.chunk - 1) / a.chunk;
+  a.counts_at = reinterpret_cast<int64_t>(me.counts.data());
+  a.bad_at = reinterpret_cast<int64_t>(me.bad.data());
+  a.hidden = c.hidden;
+  a.dtype = c.dtype;
+  a.x_at = reinterpret_cast<int64_t>(c.x[at_index(rank)].data());
+  a.stride = c.hidden * c.element();
+  a.offers_at = reinterpret_cast<int64_t>(me.offers.data());
+  a.all_counts_at = reinterpret_cast<int64_t>(me.all_counts.data());
+  me.place.assign(at_index(a.tokens * a.top_k), -9);
+  a.place_at = reinterpret_cast<int64_t>(me.place.data());
+  a.left_at = reinterpret_cast<int64_t>(me.left.data());
+  a.format = c.format;
+  a.power_of_two = c.power_of_two;
+  a.relay = c.relay;
+  run_p2p("push", a.chunks, a);
+}
+
+void P2pRanks::arrive(int rank, const P2pCase& c) {
+  ArriveArgs a = args<ArriveArgs>(rank, c);
+  a.all_counts_at = reinterpret_cast<int64_t>(of(rank).all_counts.data());
+  run_p2p("arrive", 1, a);
+}
+
+void P2pRanks::fan_out(int rank, const P2pCase& c) {
+  FanOutArgs a = args<FanOutArgs>(rank, c);
+  a.hidden = c.hidden;
+  a.dtype = c.dtype;
+  a.rows_at = reinterpret_cast<int64_t>(data(rank, region(rank, c, 0)));
+  a.scales_at = reinterpret_cast<int64_t>(data(rank, region(rank, c, 2)));
+  a.links_at = reinterpret_cast<int64_t>(data(rank, region(rank, c, 3)));
+  a.rows = c.room >= 0 ? c.room : 1 << 20;
+  a.summary_at = reinterpret_cast<int64_t>(of(rank).summary.data());
+  a.format = c.format;
+  run_p2p("fan_out", 3, a);
+}
+
+void P2pRanks::sum(int rank, const P2pCase& c, bool weighted, char* y) {
+  SumArgs a = args<SumArgs>(rank, c);
+  a.hidden = c.hidden;
+  a.dtype = c.dtype;
+  a.tokens = c.tokens[at_index(rank)];
+  a.top_k = c.top_k;
+  a.place_at = reinterpret_cast<int64_t>(of(rank).place.data());
+  a.offers_at = reinterpret_cast<int64_t>(of(rank).offers.data());
+  a.weights_at = weighted ? reinterpret_cast<int64_t>(c.weights[at_index(rank)].data()) : 0;
+  a.y_at = reinterpret_cast<int64_t>(y);
+  run_p2p("sum", 2, a);
+}
+
+void P2pRanks::spread(int rank, const P2pCase& c, float* dots) {
+  SpreadArgs a = args<SpreadArgs>(rank, c);
+  a.hidden = c.hidden;
+  a.dtype = c.dtype;
+  a.tokens = c.tokens[at_index(rank)];
+  a.top_k = c.top_k;
+  a.place_at = reinterpret_cast<int64_t>(of(rank).place.data());
+  a.offers_at = reinterpret_cast<int64_t>(of(rank).offers.data());
+  a.weights_at = reinterpret_cast<int64_t>(c.weights[at_index(rank)].data());
+  a.grad_at = reinterpret_cast<int64_t>(c.g[at_index(rank)].data());
+  a.stride = c.hidden * c.element();
+  a.dots_at = reinterpret_cast<int64_t>(dots);
+  run_p2p("spread", 2, a);
+}
+
+void P2pRanks::done(int rank, const P2pCase& c) { run_p2p("done", 1, args<DoneArgs>(rank, c)); }
+
+float e4m3_value(int byte) {
+  const int exponent = (byte >> 3) & 15, fraction = byte & 7;
+  const double magnitude = exponent ? std::ldexp(8 + fraction, exponent - 10) : std::ldexp(fraction, -9);
+  return static_cast<float>(byte & 0x80 ? -magnitude : magnitude);
+}
+
+uint8_t e4m3_by_search(float f) {
+  static const std::vector<float> values = [] {
+    std::vector<float> all;
+    for (int b = 0; b < 0x7f; ++b) all.push_back(e4m3_value(b));
+    return all;
+  }();
+  if (std::isnan(f)) return 0x7f;
+  const double magnitude = std::min(std::fabs(static_cast<double>(f)), 448.0);
+  int best = 0;
+  for (int b = 1; b < 0x7f; ++b) {
+    const double nearer = std::fabs(values[at_index(best)] - magnitude) - std::fabs(values[at_index(b)] - magnitude);
+    if (nearer > 0 || (nearer == 0 && b % 2 == 0)) best = b;
+  }
+  return static_cast<uint8_t>(best | (std::signbit(f) ? 0x80 : 0));
+}
+
+void P2pRanks::check_row(const P2pCase& c, const P2pCase::Slot& slot, const char* row, const char* scales) {
+  const char* x = c.x[at_index(slot.source)].data() + slot.slot / c.top_k * c.hidden * c.element();
+  if (c.format == kSame) {
+    CHECK(c.hidden == 0 || std::memcmp(row, x, at_index(c.hidden * c.element())) == 0);
+    return;
+  }
+  const int64_t block = c.format == kRowScales ? std::max<int64_t>(c.hidden, 1) : kScaleChannels;
+  for (int64_t first = 0; first < c.hidden; first += block) {
+    const int64_t last = std::min(first + block, c.hidden);
+    float most = 0;
+    for (int64_t d = first; d < last; ++d) most = std::max(most, std::fabs(widen(c.dtype, x + d * c.element())));
+    float scale = std::max(most / 448.0f, std::ldexp(1.0f, -126));
+    if (c.power_of_two) scale = std::exp2(std::ceil(std::log2(scale)));
+    float given;
+    std::memcpy(&given, scales + first / block * 4, 4);
+    CHECK_EQ(given, scale);
+    for (int64_t d = first; d < last; ++d) {
+      CHECK_EQ(int{static_cast<uint8_t>(row[d])}, int{e4m3_by_search(widen(c.dtype, x + d * c.element()) / scale)});
+    }
+  }
+  for (int64_t d = c.hidden; d < row_bytes(c.hidden, c.dtype, c.format); ++d) CHECK_EQ(int{row[d]}, 0);
+}
+
+void P2pRanks::check_received(int rank, const P2pCase& c, const char* rows, const char* scales, int64_t n) {
+  const int64_t bytes = row_bytes(c.hidden, c.dtype, c.format), of_scales = 4 * row_scales(c.hidden, c.format);
+  for (int64_t r = 0; r < n; ++r) {
+    check_row(c, c.rows[at_index(rank)][at_index(r)], rows + r * bytes, scales + r * of_scales);
+  }
+}
+
+void P2pRanks::play(int rank, const P2pCase& c) {
+  Rank& me = of(rank);
+  const size_t r = at_index(rank);
+  const int64_t bytes = c.hidden * c.element(), tokens = c.tokens[r];
+  count(rank, c);
+  if (c.exact) {
+    CHECK(meet(rank, c, true, {0, 0, 0, 0, -1}));
+    CHECK_EQ(me.report.rows, static_cast<int64_t>(c.rows[r].size()));
+    CHECK(meet(rank, c, false, dispatch_offer(rank, c)));
+  } else {
+    CHECK(meet(rank, c, true, dispatch_offer(rank, c)));
+  }
+  push(rank, c);
+  arrive(rank, c);
+  if (c.relay) fan_out(rank, c);
+  CHECK_EQ(me.state.fault, int64_t{kNone});
+  CHECK(me.place == c.places[r]);
+  CHECK(me.host_counts == me.all_counts);
+  CHECK_EQ(me.report.rows, static_cast<int64_t>(c.rows[r].size()));
+  CHECK_EQ(me.report.dropped, c.dropped[r]);
+  CHECK_EQ(me.report.overflow, c.overflow[r]);
+  CHECK(std::all_of(me.left.begin(), me.left.end(), [](int64_t left) { return left == 0; }));
+  for (int64_t i = 0; i <= c.local_experts(); ++i) {
+    const int64_t expert = std::min(c.offsets[r] + i, c.offsets[r + 1]);
+    int64_t first = 0;
+    for (const P2pCase::Slot& slot : c.rows[r]) first += slot.expert < expert;
+    CHECK_EQ(me.summary[at_index(i)], std::min(first, c.kept(rank)));
+  }
+  check_received(rank, c, data(rank, region(rank, c, 0)), data(rank, region(rank, c, 2)), c.kept(rank));
+
+  // Combine, with the bits of the CPU's kernels.
+  char* out = data(rank, region(rank, c, 4));
+  if (!c.out[r].empty()) std::memcpy(out, c.out[r].data(), c.out[r].size());
+  std::vector<char*> bases;
+  for (const Bytes& of_owner : c.out) bases.push_back(const_cast<char*>(of_owner.data()));
+  const TokenLoop loop = {c.places[r].data(), bases.data(), c.top_k, c.hidden, c.dtype, false};
+  for (const bool weighted : {true, false}) {
+    CHECK(meet(rank, c, false, {region(rank, c, 4), 0, 0, 0, -1}));
+    Bytes y(at_index(tokens * bytes) + 16, 'y'), expected = y;
+    // Where rows start on 16 bytes, so does y; else it need not.
+    sum(rank, c, weighted, y.data());
+    done(rank, c);
+    kernels().sum(loop, 0, tokens, expected.data(), bytes, weighted ? c.weights[r].data() : nullptr);
+    CHECK(y == expected);
+  }
+
+  // Its backward: gradients of the rows, at their owners, and of the weights.
+  char* grads = data(rank, region(rank, c, 1));
+  std::memset(grads, 0, at_index(c.kept(rank) * bytes));
+  CHECK(meet(rank, c, false, {region(rank, c, 4), region(rank, c, 1), 0, 0, -1}));
+  std::vector<float> dots(c.ids[r].size(), 7.0f), expected_dots = dots;
+  spread(rank, c, dots.data());
+  done(rank, c);
+  std::vector<Bytes> grad_rows = c.out;
+  std::vector<char*> grad_bases;
+  for (Bytes& of_owner : grad_rows) grad_bases.push_back(of_owner.data());
+  kernels().spread(loop, 0, tokens, c.g[r].data(), bytes, c.weights[r].data(), grad_bases.data(), expected_dots.data());
+  CHECK(dots.empty() || std::memcmp(dots.data(), expected_dots.data(), dots.size() * 4) == 0);
+  for (int64_t row = 0; row < c.kept(rank); ++row) {
+    const P2pCase::Slot& slot = c.rows[r][at_index(row)];
+    const size_t source = at_index(slot.source);
+    for (int64_t d = 0; d < c.hidden; ++d) {
+      const char* g = c.g[source].data() + slot.slot / c.top_k * bytes + d * c.element();
+      char expected[4] = {};
+      narrow(c.dtype, widen(c.dtype, g) * c.weights[source][at_index(slot.slot)], expected);
+      CHECK(std::memcmp(grads + row * bytes + d * c.element(), expected, at_index(c.element())) == 0);
+    }
+  }
+  CHECK_EQ(me.state.fault, int64_t{kNone});
+}
+
+}  // namespace moe_comm::test

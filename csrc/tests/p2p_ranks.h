@@ -1,0 +1,118 @@
+// Ranks of peer_to_peer dispatch as threads of one process: the kernels of csrc/cuda on the host.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "cuda/args.h"
+#include "cuda/machine.h"
+#include "reference.h"
+
+namespace moe_comm::test {
+
+// One dispatch with what follows it, on all ranks, and what must come of it.
+struct P2pCase {
+  int world = 1, dtype = 0;
+  int64_t hidden = 8, top_k = 1, chunk = 1, format = 0, room = -1;
+  bool power_of_two = false, relay = false, exact = true;  // exact: the host learns the counts, then allocates
+  std::vector<int64_t> offsets, tokens;
+  std::vector<std::vector<int64_t>> ids;
+  std::vector<Bytes> x, g, out;  // [T, hidden], [T, hidden] by rank; [R, hidden] by owner
+  std::vector<std::vector<float>> weights;
+  // By rank:
+  struct Slot {
+    int64_t expert, source, slot;
+  };
+  std::vector<std::vector<Slot>> rows;  // of each owner, in the order of the contract, room or not
+  std::vector<std::vector<int64_t>> places;
+  std::vector<int64_t> dropped, overflow;
+
+  int64_t experts() const { return offsets.back(); }
+  int64_t local_experts() const;
+  int64_t element() const { return dtype == 0 ? 4 : 2; }
+  int64_t kept(int64_t owner) const;  // rows of an owner that have room
+};
+
+// The control area is laid out for the experts, so cases that follow each other in one P2pRanks have equal offsets.
+P2pCase random_case(Random& random, const std::vector<int64_t>& offsets);
+std::vector<int64_t> random_offsets(Random& random, int world);
+// Routing, tensors and expectations for what is set already: world, dtype, hidden, top_k, offsets, tokens, room.
+void fill_case(Random& random, P2pCase& c);
+
+class P2pRanks {
+ public:
+  static constexpr int64_t kRegionBytes = int64_t{1} << 18;
+  static constexpr int64_t kMostExperts = 40;
+
+  P2pRanks(int world, double timeout_s = 30);
+
+  struct Rank {
+    p2p::State state{};
+    p2p::Report report{};
+    int64_t abort = 0;
+    std::vector<int64_t> header, offers, all_headers, all_counts, host_counts, summary, left, counts, bad, place;
+  };
+
+  // Words that all kernels take.
+  p2p::Group group(int rank, const P2pCase& c);
+  template <class Args>
+  Args args(int rank, const P2pCase& c) {
+    Args a{};
+    const p2p::Group g = group(rank, c);
+#define MOE_P2P_SET(name) a.name = g.name;
+    MOE_P2P_GROUP(MOE_P2P_SET)
+#undef MOE_P2P_SET
+    return a;
+  }
+  // Where a region of this rank's block begins, bytes from the block: 0 rows, 1 gradients, 2 scales, 3 links, 4
+  // results.
+  int64_t region(int rank, const P2pCase& c, int which) const;
+  char* data(int rank, int64_t offset) { return peers_[static_cast<size_t>(rank)] + offset; }
+  Rank& of(int rank) { return ranks_[static_cast<size_t>(rank)]; }
+
+  void count(int rank, const P2pCase& c);
+  // offers: which regions of this rank; false where the turn failed.
+  bool meet(int rank, const P2pCase& c, bool with_counts, const std::vector<int64_t>& offer);
+  std::vector<int64_t> dispatch_offer(int rank, const P2pCase& c);
+  void push(int rank, const P2pCase& c);
+  void arrive(int rank, const P2pCase& c);
+  void fan_out(int rank, const P2pCase& c);
+  void sum(int rank, const P2pCase& c, bool weighted, char* y);
+  void spread(int rank, const P2pCase& c, float* dots);
+  void done(int rank, const P2pCase& c);
+
+  // Everything, checked.
+  void play(int rank, const P2pCase& c);
+  void check_received(int rank, const P2pCase& c, const char* rows, const char* scales, int64_t n);
+  void check_row(const P2pCase& c, const P2pCase::Slot& slot, const char* row, const char* scales);
+
+ private:
+  int world_;
+  int64_t timeout_ns_;
+  std::vector<std::vector<p2p::Words16>> memory_;
+  std::vector<char*> peers_;
+  std::vector<Rank> ranks_;
+};
+
+// Threads of a block in run_p2p, while no rank runs to be set: what they share out differs with their number.
+inline int host_threads = 1;
+
+template <class Args>
+void run_p2p(const char* name, int64_t blocks, const Args& a);
+
+// e4m3 by search among its 127 magnitudes, ties to even.
+uint8_t e4m3_by_search(float f);
+float e4m3_value(int byte);
+
+}  // namespace moe_comm::test
+
+#include "cuda/launch.h"
+
+template <class Args>
+void moe_comm::test::run_p2p(const char* name, int64_t blocks, const Args& a) {
+  const int kernel = moe_comm::p2p::kernel_number(name);
+  if (moe_comm::p2p::argument_bytes(kernel) != static_cast<int64_t>(sizeof a)) fail(name, 0, "wrong arguments");
+  moe_comm::p2p::run_on_host(kernel, blocks, &a, host_threads);
+}

@@ -1,0 +1,214 @@
+// Dispatch of few rows: fixed places, no round trip for counts.
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <thread>
+
+#include "cpu/kernels.h"
+#include "layout.h"
+#include "p2p_ranks.h"
+
+using namespace moe_comm;
+using namespace moe_comm::test;
+using namespace moe_comm::p2p;
+
+namespace {
+
+struct Few {
+  P2pCase c;
+  int64_t max_tokens = 12, parts = 1;
+
+  // Row of a slot in its owner's block, -1 where there is none: its number among this rank's slots of the expert.
+  int64_t place(int source, int64_t slot) const {
+    const auto& ids = c.ids[static_cast<size_t>(source)];
+    const int64_t id = ids[static_cast<size_t>(slot)];
+    if (id < 0 || id >= c.experts()) return kDropped;
+    int64_t owner = 0, before = 0;
+    while (id >= c.offsets[static_cast<size_t>(owner) + 1]) ++owner;
+    for (int64_t i = 0; i < slot; ++i) before += ids[static_cast<size_t>(i)] == id;
+    if (before >= max_tokens) return kDropped;
+    const int64_t local = id - c.offsets[static_cast<size_t>(owner)];
+    return pack_place(owner, (local * c.world + source) * max_tokens + before);
+  }
+};
+
+void send(P2pRanks& ranks, int rank, const Few& f) {
+  P2pRanks::Rank& me = ranks.of(rank);
+  const P2pCase& c = f.c;
+  const size_t r = static_cast<size_t>(rank);
+  me.offers.clear();
+  for (int p = 0; p < c.world; ++p) {
+    const int64_t offer[] = {ranks.region(p, c, 0), 0, ranks.region(p, c, 2), 0, -1};
+    me.offers.insert(me.offers.end(), offer, offer + kOfferWords);
+  }
+  LlSendArgs a = ranks.args<LlSendArgs>(rank, c);
+  a.tokens = c.tokens[r];
+  a.top_k = c.top_k;
+  a.ids_at = reinterpret_cast<int64_t>(c.ids[r].data());
+  a.hidden = c.hidden;
+  a.dtype = c.dtype;
+  a.x_at = reinterpret_cast<int64_t>(c.x[r].data());
+  a.stride = c.hidden * c.element();
+  a.offers_at = reinterpret_cast<int64_t>(me.offers.data());
+  me.place.assign(c.ids[r].size(), -9);
+  a.place_at = reinterpret_cast<int64_t>(me.place.data());
+  a.max_tokens = f.max_tokens;
+  a.parts = f.parts;
+  a.format = c.format;
+  a.power_of_two = c.power_of_two;
+  run_p2p("ll_send", c.experts() * f.parts, a);
+}
+
+std::vector<int64_t> arrive(P2pRanks& ranks, int rank, const Few& f) {
+  LlArriveArgs a = ranks.args<LlArriveArgs>(rank, f.c);
+  a.parts = f.parts;
+  std::vector<int64_t> counts(static_cast<size_t>(f.c.local_experts() * f.c.world), -9), host = counts;
+  a.few_counts_at = reinterpret_cast<int64_t>(counts.data());
+  a.host_counts_at = reinterpret_cast<int64_t>(host.data());
+  run_p2p("ll_arrive", 1, a);
+  CHECK(host == counts);
+  return counts;
+}
+
+// The results of the experts: any function of a place will do.
+void results(const P2pCase& c, int64_t place, char* row) {
+  Random random(static_cast<uint64_t>(place) + 5);
+  for (int64_t d = 0; d < c.hidden; ++d) {
+    test::narrow(c.dtype, static_cast<float>(random.unit() - 0.5), row + d * c.element());
+  }
+}
+
+void play_few(P2pRanks& ranks, int rank, const Few& f) {
+  const P2pCase& c = f.c;
+  const size_t r = static_cast<size_t>(rank);
+  P2pRanks::Rank& me = ranks.of(rank);
+  send(ranks, rank, f);
+  const std::vector<int64_t> counts = arrive(ranks, rank, f);
+  CHECK_EQ(me.state.fault, int64_t{kNone});
+  for (size_t i = 0; i < c.ids[r].size(); ++i) CHECK_EQ(me.place[i], f.place(rank, static_cast<int64_t>(i)));
+  std::vector<int64_t> expected(counts.size(), 0);
+  const int64_t bytes = row_bytes(c.hidden, c.dtype, c.format), of_scales = 4 * row_scales(c.hidden, c.format);
+  for (int s = 0; s < c.world; ++s) {
+    for (size_t i = 0; i < c.ids[static_cast<size_t>(s)].size(); ++i) {
+      const int64_t place = f.place(s, static_cast<int64_t>(i));
+      if (place == kDropped || place_owner(place) != rank) continue;
+      const int64_t row = place_row(place);
+      ++expected[static_cast<size_t>(row / f.max_tokens)];
+      ranks.check_row(c, {0, s, static_cast<int64_t>(i)}, ranks.data(rank, ranks.region(rank, c, 0)) + row * bytes,
+                      ranks.data(rank, ranks.region(rank, c, 2)) + row * of_scales);
+    }
+  }
+  CHECK(counts == expected);
+  int64_t all = 0;
+  for (const int64_t count : counts) all += count;
+  CHECK_EQ(me.report.rows, all);
+
+  const int64_t row = c.hidden * c.element(), rows = c.local_experts() * c.world * f.max_tokens;
+  for (int64_t i = 0; i < rows; ++i) {
+    results(c, pack_place(rank, i), ranks.data(rank, ranks.region(rank, c, 4)) + i * row);
+  }
+  run_p2p("ll_ready", 1, ranks.args<LlReadyArgs>(rank, c));
+  for (int p = 0; p < c.world; ++p) me.offers[static_cast<size_t>(p * kOfferWords)] = ranks.region(p, c, 4);
+  Bytes y(static_cast<size_t>(c.tokens[r] * row) + 16, 'y'), wanted = y;
+  ranks.sum(rank, c, true, y.data());
+  Bytes all_rows(static_cast<size_t>(row) * c.ids[r].size());
+  std::vector<int64_t> dense = me.place;
+  for (size_t i = 0; i < dense.size(); ++i) {
+    if (dense[i] == kDropped) continue;
+    results(c, me.place[i], all_rows.data() + static_cast<int64_t>(i) * row);
+    dense[i] = pack_place(0, static_cast<int64_t>(i));
+  }
+  char* base = all_rows.data();
+  const TokenLoop loop = {dense.data(), &base, c.top_k, c.hidden, c.dtype, false};
+  kernels().sum(loop, 0, c.tokens[r], wanted.data(), row, c.weights[r].data());
+  CHECK(y == wanted);
+}
+
+Few random_few(Random& random, const std::vector<int64_t>& offsets) {
+  Few f;
+  f.c = random_case(random, offsets);
+  while (f.c.hidden > 40) f.c = random_case(random, offsets);
+  f.max_tokens = random.between(3, 12);
+  f.parts = random.between(1, kMaxParts);
+  return f;
+}
+
+}  // namespace
+
+TEST(p2p_few_rows_stand_at_fixed_places_over_many_turns) {
+  Random random(81);
+  for (int round = 0; round < 4 * repeats(); ++round) {
+    for (int world = 1; world <= 8; ++world) {
+      const std::vector<int64_t> offsets = random_offsets(random, world);
+      std::vector<Few> cases;
+      for (int i = 0; i < 12; ++i) cases.push_back(random_few(random, offsets));
+      for (const int threads : {1, 3, 64}) {
+        host_threads = threads;
+        P2pRanks ranks(world);
+        on_ranks(world, [&](int rank) {
+          int64_t turn = 0;
+          for (const Few& f : cases) {
+            play_few(ranks, rank, f);
+            CHECK_EQ(ranks.of(rank).state.turn, ++turn);
+          }
+        });
+      }
+      host_threads = 1;
+    }
+  }
+}
+
+TEST(p2p_few_and_many_rows_take_turns) {
+  Random random(82);
+  const std::vector<int64_t> offsets = {0, 2, 3, 5};
+  std::vector<Few> few;
+  std::vector<P2pCase> many;
+  for (int i = 0; i < 10 * repeats(); ++i) {
+    few.push_back(random_few(random, offsets));
+    many.push_back(random_case(random, offsets));
+  }
+  P2pRanks ranks(3);
+  on_ranks(3, [&](int rank) {
+    for (size_t i = 0; i < few.size(); ++i) {
+      play_few(ranks, rank, few[i]);
+      if (i % 3) ranks.play(rank, many[i]);
+    }
+  });
+}
+
+TEST(p2p_few_rows_with_bad_ids_and_more_than_fit_are_counted) {
+  Random random(83);
+  Few f;
+  f.c.world = 2;
+  f.c.offsets = {0, 1, 2};
+  f.c.top_k = 2;
+  f.c.tokens = {4, 4};
+  fill_case(random, f.c);
+  f.c.ids = {{0, 0, 0, 0, 1, 7, -3, -1}, {1, 0, 1, 0, 1, 0, 1, 0}};
+  f.max_tokens = 3;
+  P2pRanks ranks(2);
+  on_ranks(2, [&](int rank) {
+    play_few(ranks, rank, f);
+    CHECK_EQ(ranks.of(rank).report.bad, int64_t{rank == 0 ? 2 : 0});
+    CHECK_EQ(ranks.of(rank).report.overflow, int64_t{rank == 0 ? 1 : 2});
+  });
+}
+
+TEST(p2p_few_rows_name_the_rank_that_did_not_send) {
+  Random random(84);
+  Few f = random_few(random, {0, 2, 4, 5});
+  P2pRanks ranks(3, 0.05);
+  std::atomic<int> sent{0};
+  on_ranks(3, [&](int rank) {
+    if (rank == 1) return;
+    send(ranks, rank, f);
+    // Time runs from here: a thread that starts late would be taken for the one that did not send.
+    for (++sent; sent < 2;) std::this_thread::yield();
+    arrive(ranks, rank, f);
+    CHECK_EQ(ranks.of(rank).report.fault, int64_t{kTimedOut});
+    CHECK_EQ(ranks.of(rank).report.who, int64_t{1});
+    CHECK_EQ(ranks.of(rank).report.what, int64_t{kSent});
+    run_p2p("ll_ready", 1, ranks.args<LlReadyArgs>(rank, f.c));
+    CHECK_EQ(ranks.of(rank).state.turn, int64_t{0});
+  });
+}

@@ -1,0 +1,347 @@
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <thread>
+
+#include "check.h"
+#include "cpu/errors.h"
+#include "cpu/underway.h"
+#include "reference.h"
+
+using namespace moe_comm;
+using namespace moe_comm::test;
+
+namespace {
+
+Communicator::Options patient(double timeout_s = 120) {
+  Communicator::Options options;
+  options.timeout_s = timeout_s;
+  return options;
+}
+
+std::vector<int> peers_of(int rank, int world) {
+  std::vector<int> peers;
+  for (int i = 1; i < world; ++i) peers.push_back((rank + i) % world);
+  return peers;
+}
+
+// The rows that `source` has in the block of `rank`, compared with those of the reference.
+void check_rows(const Plan& plan, int rank, int source, const Layout& layout, const char* block,
+                const Bytes& expected) {
+  const int64_t experts = plan.expert_offsets.back(), bytes = plan.row_bytes();
+  int64_t row = 0;
+  for (int64_t e = plan.expert_offsets[static_cast<size_t>(rank)];
+       e < plan.expert_offsets[static_cast<size_t>(rank) + 1]; ++e) {
+    for (int s = 0; s < plan.world; ++s) {
+      const int64_t rows = layout.counts[static_cast<size_t>(s * experts + e)];
+      if (s == source && rows * bytes > 0) {
+        CHECK(std::memcmp(block + row * bytes, expected.data() + row * bytes, static_cast<size_t>(rows * bytes)) == 0);
+      }
+      row += rows;
+    }
+  }
+  CHECK_EQ(row, layout.rows);
+}
+
+// All rows as they come, which are compared at once, while peers are still writing others.
+void follow(const Plan& plan, int rank, const Layout& layout, Arriving& arriving, const char* block,
+            const Bytes& expected) {
+  check_rows(plan, rank, rank, layout, block, expected);
+  for (std::vector<int> left = peers_of(rank, plan.world); !left.empty();) {
+    const int peer = arriving.next(left);
+    CHECK(arriving.ready(peer));
+    left.erase(std::find(left.begin(), left.end(), peer));
+    check_rows(plan, rank, peer, layout, block, expected);
+  }
+  arriving.finish();
+  CHECK(arriving.finished());
+}
+
+// Results for each peer are written just before its flag rises; own ones last.
+void lead(const Plan& plan, int rank, const Layout& layout, Leaving& leaving, char* block, const Bytes& results) {
+  const int64_t experts = plan.expert_offsets.back(), bytes = plan.row_bytes();
+  std::vector<int> order = peers_of(rank, plan.world);
+  order.push_back(rank);
+  for (const int to : order) {
+    int64_t row = 0;
+    for (int64_t e = plan.expert_offsets[static_cast<size_t>(rank)];
+         e < plan.expert_offsets[static_cast<size_t>(rank) + 1]; ++e) {
+      for (int s = 0; s < plan.world; ++s) {
+        const int64_t rows = layout.counts[static_cast<size_t>(s * experts + e)];
+        if (s == to && rows * bytes > 0) {
+          std::memcpy(block + row * bytes, results.data() + row * bytes, static_cast<size_t>(rows * bytes));
+        }
+        row += rows;
+      }
+    }
+    leaving.raise(to);
+  }
+}
+
+// The plan with rows of the experts' output end to end.
+Bytes dense(const Plan& plan, int rank) {
+  const size_t r = static_cast<size_t>(rank);
+  Bytes rows(static_cast<size_t>(plan.rows[r] * plan.row_bytes()));
+  for (int64_t i = 0; i < plan.rows[r] && plan.hidden; ++i) {
+    std::memcpy(rows.data() + i * plan.row_bytes(), plan.out[r].data() + i * plan.stride(),
+                static_cast<size_t>(plan.row_bytes()));
+  }
+  return rows;
+}
+
+// As play() in reference.cpp, but in pieces where bit `i` of `in_pieces` is set for operation i, and at once elsewhere.
+void play_pieces(const Plan& plan, int rank, Transfer& transfer, int64_t& call, unsigned in_pieces) {
+  const size_t r = static_cast<size_t>(rank);
+  Heap& heap = transfer.heap();
+  const Rows x{plan.x[r].data(), plan.stride()}, g{plan.g[r].data(), plan.stride()};
+  const float* weights = plan.weighted ? plan.weights[r].data() : nullptr;
+  const Sent sent = transfer.start_send(op_of(plan, 0, ++call), x, plan.ids[r].data(),
+                                        {plan.tokens[r], plan.top_k, plan.hidden, plan.dtype});
+  const Layout& layout = *sent.layout;
+  if (in_pieces & 1) {
+    follow(plan, rank, layout, *sent.arriving, heap.base() + sent.block, plan.received[r]);
+  } else {
+    sent.arriving->finish();
+  }
+  const Bytes results = dense(plan, rank);
+  const int64_t block = heap.alloc(static_cast<int64_t>(results.size()));
+  const Rows out{heap.base() + block, plan.row_bytes()};
+  const auto sum = [&](int operation, const Bytes& from, const float* by, const Bytes& expected) {
+    Bytes y(expected.size(), '\xff');
+    if (in_pieces >> operation & 1) {
+      const auto leaving = transfer.start_sum(op_of(plan, operation, ++call), layout, out, false);
+      lead(plan, rank, layout, *leaving, heap.base() + block, from);
+      while (in_pieces & 16 && !leaving->ready()) std::this_thread::yield();
+      leaving->sum(by, y.data());
+      leaving->finish();
+    } else {
+      if (!from.empty()) std::memcpy(heap.base() + block, from.data(), from.size());
+      transfer.sum(op_of(plan, operation, ++call), layout, out, by, y.data());
+    }
+    CHECK(y == expected);
+  };
+  sum(1, results, weights, plan.y[r]);
+  std::vector<float> grad_weights(plan.weights[r].size());
+  const Spread spread = transfer.start_spread(op_of(plan, 2, ++call), layout, g, out, plan.weights[r].data(),
+                                              plan.weight_grads, plan.weight_grads ? grad_weights.data() : nullptr);
+  if (in_pieces & 4) {
+    follow(plan, rank, layout, *spread.arriving, heap.base() + spread.block, plan.grad_rows[r]);
+  } else {
+    spread.arriving->finish();
+  }
+  if (plan.weight_grads) CHECK(grad_weights == plan.grad_weights[r]);
+  sum(3, plan.grad_rows[r], nullptr, plan.dx[r]);
+  heap.free(sent.block);
+  heap.free(spread.block);
+  heap.free(block);
+}
+
+int headers_of(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const HandshakeFailed& error) {
+    return static_cast<int>(error.headers.size());
+  }
+  return 0;
+}
+
+}  // namespace
+
+TEST(underway_in_pieces_gives_the_reference_bits_on_1_2_3_8_ranks_near_the_wrap_of_the_counters) {
+  for (const int world : {1, 2, 3, 8}) {
+    Communicator::Options options = patient();
+    options.first_progress = 0xfffffff0u;
+    Ranks ranks(world, options);
+    Random random(static_cast<uint64_t>(world) + 7);
+    std::vector<Plan> plans;
+    for (int i = 0; i < (world == 8 ? 6 : 16) * repeats(); ++i) plans.push_back(random_plan(random, world, Limits()));
+    on_ranks(world, [&](int rank) {
+      int64_t call = 0;
+      unsigned in_pieces = static_cast<unsigned>(rank);  // ranks do not do alike
+      for (const Plan& plan : plans) {
+        Transfer transfer = ranks.transfer(rank, plan.expert_offsets);
+        play_pieces(plan, rank, transfer, call, in_pieces % 3 ? 31u : in_pieces * 7);
+        ++in_pieces;
+      }
+    });
+    for (auto& heap : ranks.heaps) CHECK_EQ(heap->used(), int64_t{0});
+  }
+}
+
+TEST(underway_through_named_memory_that_grows) {
+  Ranks ranks = Ranks::named(2, patient(), {int64_t{1} << 30, int64_t{1} << 30});
+  Random random(5);
+  for (const int64_t tokens : {20, 900}) {
+    const Plan plan = plain_plan(random, 2, tokens, 512, 6, 2, 0);
+    on_ranks(2, [&](int rank) {
+      int64_t call = tokens;
+      Transfer transfer = ranks.transfer(rank, plan.expert_offsets);
+      play_pieces(plan, rank, transfer, call, 31);
+    });
+  }
+}
+
+TEST(underway_without_peers_gives_the_reference_bits) {
+  Random random(6);
+  auto heap = std::make_shared<Heap>("", 0, 0, int64_t{1} << 30);
+  for (int i = 0; i < 20 * repeats(); ++i) {
+    const Plan plan = random_plan(random, 1, Limits());
+    Transfer transfer(nullptr, heap, plan.expert_offsets, 1);
+    int64_t call = 0;
+    play_pieces(plan, 0, transfer, call, 31);
+  }
+  CHECK_EQ(heap->used(), int64_t{0});
+}
+
+// Rank 0 has its sum while rank 1 has yet to write its own rows, and rank 2 to raise a flag for rank 1.
+TEST(underway_a_sum_waits_for_its_own_flags_alone) {
+  Random random(8);
+  Ranks ranks(3, patient());
+  const Plan plan = plain_plan(random, 3, 9, 40, 6, 2, 0);
+  std::atomic<bool> summed{false};
+  on_ranks(3, [&](int rank) {
+    const size_t r = static_cast<size_t>(rank);
+    Transfer transfer = ranks.transfer(rank, plan.expert_offsets);
+    const Sent sent = transfer.send(op_of(plan, 0, 1), {plan.x[r].data(), plan.stride()}, plan.ids[r].data(),
+                                    {plan.tokens[r], plan.top_k, plan.hidden, plan.dtype});
+    const Bytes results = dense(plan, rank);
+    const int64_t block = transfer.heap().alloc(static_cast<int64_t>(results.size()));
+    const auto leaving =
+        transfer.start_sum(op_of(plan, 1, 2), *sent.layout, {transfer.heap().base() + block, plan.row_bytes()}, false);
+    std::memcpy(transfer.heap().base() + block, results.data(), results.size());
+    if (rank == 1) CHECK(!leaving->ready());  // nobody raises its flag before rank 0 has its sum
+    leaving->raise(0);
+    while (rank != 0 && !summed.load()) std::this_thread::yield();
+    Bytes y(plan.y[r].size());
+    if (rank == 0) {
+      leaving->sum(plan.weights[r].data(), y.data());
+      summed.store(true);
+    }
+    for (const int to : {1, 2}) leaving->raise(to);
+    if (rank != 0) leaving->sum(plan.weights[r].data(), y.data());
+    CHECK(y == plan.y[r]);
+    leaving->finish();
+    CHECK_THROWS(leaving->finish(), std::logic_error);
+    transfer.heap().free(sent.block);
+    transfer.heap().free(block);
+  });
+}
+
+TEST(underway_ranks_that_disagree_all_get_the_headers_and_go_on) {
+  Random random(9);
+  for (const int odd : {0, 1, 2}) {
+    for (const bool pieces : {false, true}) {
+      Ranks ranks(3, patient());
+      const Plan plan = plain_plan(random, 3, 6, 40, 6, 2, 0);
+      on_ranks(3, [&](int rank) {
+        const size_t r = static_cast<size_t>(rank);
+        Transfer transfer = ranks.transfer(rank, plan.expert_offsets);
+        int64_t call = 1;
+        const Sent sent = transfer.send(op_of(plan, 0, call), {plan.x[r].data(), plan.stride()}, plan.ids[r].data(),
+                                        {plan.tokens[r], plan.top_k, plan.hidden, plan.dtype});
+        const int64_t block = transfer.heap().alloc(plan.rows[r] * plan.row_bytes());
+        const Rows out{transfer.heap().base() + block, plan.row_bytes()};
+        Bytes y(plan.y[r].size());
+        ++call;
+        CHECK_EQ(headers_of([&] {
+                   if (rank == odd && pieces) {
+                     transfer.start_spread(op_of(plan, 2, call), *sent.layout, {plan.g[r].data(), plan.stride()}, out,
+                                           plan.weights[r].data(), false, nullptr);
+                   } else {
+                     const auto leaving =
+                         transfer.start_sum(op_of(plan, 1, call + (rank == odd)), *sent.layout, out, false);
+                     leaving->raise((rank + 1) % 3);
+                     leaving->sum(plan.weights[r].data(), y.data());
+                   }
+                   CHECK(!"must not be summed");
+                 }),
+                 3);
+        transfer.heap().free(sent.block);
+        transfer.heap().free(block);
+        play_pieces(plan, rank, transfer, call, 31);
+        CHECK_EQ(transfer.heap().used(), int64_t{0});
+      });
+    }
+  }
+}
+
+// After its rows have been pushed a rank gives up: its peers have their rows, and hear of it in what comes next.
+TEST(underway_an_operation_that_is_abandoned_reaches_every_rank) {
+  Random random(10);
+  for (const bool late : {false, true}) {
+    Ranks ranks(3, patient());
+    const Plan plan = plain_plan(random, 3, 6, 40, 6, 2, 0);
+    on_ranks(3, [&](int rank) {
+      const size_t r = static_cast<size_t>(rank);
+      Transfer transfer = ranks.transfer(rank, plan.expert_offsets);
+      std::string said;
+      try {
+        const Sent sent = transfer.start_send(op_of(plan, 0, 1), {plan.x[r].data(), plan.stride()}, plan.ids[r].data(),
+                                              {plan.tokens[r], plan.top_k, plan.hidden, plan.dtype});
+        if (rank == 1 && !late) {
+          sent.arriving->abandon();
+          CHECK(!sent.arriving->finished());
+          CHECK_THROWS(sent.arriving->finish(), std::logic_error);
+          return;
+        }
+        follow(plan, rank, *sent.layout, *sent.arriving, transfer.heap().base() + sent.block, plan.received[r]);
+        const int64_t block = transfer.heap().alloc(plan.rows[r] * plan.row_bytes());
+        const auto leaving = transfer.start_sum(op_of(plan, 1, 2), *sent.layout,
+                                                {transfer.heap().base() + block, plan.row_bytes()}, false);
+        if (rank == 1) return leaving->abandon();
+        for (const int to : {0, 1, 2}) leaving->raise(to);
+        Bytes y(plan.y[r].size());
+        leaving->sum(nullptr, y.data());
+        CHECK(!"must not be summed");
+      } catch (const PeerError& error) {
+        said = error.what();
+      }
+      CHECK(said.find("rank 1 left the operation after an error") != std::string::npos);
+    });
+  }
+}
+
+TEST(underway_a_rank_that_raises_no_flag_is_named_at_the_deadline) {
+  Random random(11);
+  Ranks ranks(2, patient());
+  const Plan plan = plain_plan(random, 2, 6, 40, 6, 2, 0);
+  std::atomic<bool> out{false};
+  on_ranks(2, [&](int rank) {
+    const size_t r = static_cast<size_t>(rank);
+    Transfer transfer = ranks.transfer(rank, plan.expert_offsets);
+    const Sent sent = transfer.send(op_of(plan, 0, 1), {plan.x[r].data(), plan.stride()}, plan.ids[r].data(),
+                                    {plan.tokens[r], plan.top_k, plan.hidden, plan.dtype});
+    const int64_t block = transfer.heap().alloc(plan.rows[r] * plan.row_bytes());
+    const Rows rows{transfer.heap().base() + block, plan.row_bytes()};
+    const auto leaving = transfer.start_sum(op_of(plan, 1, 2), *sent.layout, rows, false);
+    Bytes y(plan.y[r].size());
+    if (rank == 0) {
+      leaving->raise(1);
+      ranks.communicators[r]->set_timeout(0.3);
+      std::string said;
+      try {
+        leaving->sum(nullptr, y.data());
+      } catch (const PeerTimeout& error) {
+        said = error.what();
+      }
+      CHECK(said.find("waited for rank 1") != std::string::npos);
+      out.store(true);
+    }
+    while (!out.load()) std::this_thread::yield();
+  });
+}
+
+TEST(underway_rows_that_are_computed_later_must_stand_in_the_heap) {
+  Random random(12);
+  Ranks ranks(1, patient());
+  const Plan plan = plain_plan(random, 1, 6, 40, 6, 2, 0);
+  Transfer transfer = ranks.transfer(0, plan.expert_offsets);
+  const Sent sent = transfer.send(op_of(plan, 0, 1), {plan.x[0].data(), plan.stride()}, plan.ids[0].data(),
+                                  {plan.tokens[0], plan.top_k, plan.hidden, plan.dtype});
+  CHECK_THROWS(transfer.start_sum(op_of(plan, 1, 2), *sent.layout, {plan.out[0].data(), plan.stride()}, false),
+               std::invalid_argument);
+  transfer.heap().free(sent.block);
+  int64_t call = 1;
+  play_pieces(plan, 0, transfer, call, 31);
+  CHECK_EQ(ranks.heaps[0]->used(), int64_t{0});
+}

@@ -1,0 +1,87 @@
+"""Whether GPUs of a group's ranks reach each other's memory, as far as they can tell together, and what runs there."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Sequence
+
+import torch
+
+from moe_comm.errors import ConfigError
+from moe_comm.gpu.launch import Launcher, NativeLauncher, cuda_kernels_at_hand, cuda_launcher
+
+NO_KERNELS, ALONE, REACHES, BLOCKED = range(4)
+"""What a rank says: it has no kernels for its GPU; sees no other GPU; reaches all that it sees; or not all."""
+MAY_SHARE = 4
+"""Added to it where torch lets ranks that share a GPU share memory."""
+SHARING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+
+
+def device_word(device: torch.device) -> int:
+    """A number that names a rank's GPU; 0 if it has none."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 0
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return zlib.crc32(str(torch.cuda.get_device_properties(index).uuid).encode()) + 1
+
+
+def access_word(device: torch.device) -> int:
+    """What this rank can tell of its GPU's access to the others'."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return NO_KERNELS
+    if not cuda_kernels_at_hand(device):
+        return NO_KERNELS
+    index = torch.cuda.current_device() if device.index is None else device.index
+    # As torch reads it: set to 1.
+    may_share = MAY_SHARE * (os.environ.get(SHARING) == "1")
+    others = [other for other in range(torch.cuda.device_count()) if other != index]
+    if not others:
+        return ALONE + may_share
+    reaches = all(torch.cuda.can_device_access_peer(index, other) for other in others)
+    return (REACHES if reaches else BLOCKED) + may_share
+
+
+def problem_of(devices: Sequence[int], access: Sequence[int]) -> str:
+    """Why ranks cannot use each other's memory, "" if they can.
+
+    Args:
+        devices, access: what every rank said, by rank.
+    """
+    may_share = [word >= MAY_SHARE for word in access]
+    access = [word % MAY_SHARE for word in access]
+    if NO_KERNELS in access or 0 in devices:
+        rank = next(rank for rank, word in enumerate(access) if word == NO_KERNELS or not devices[rank])
+        return f"rank {rank} has no kernels for a GPU: none by nvcc when moe_comm was built, and none by NVRTC now"
+    if len(set(devices)) < len(devices) and not all(may_share):
+        rank = next(rank for rank, device in enumerate(devices) if device in devices[:rank])
+        return (
+            f"ranks {list(devices).index(devices[rank])} and {rank} share a GPU, and rank {may_share.index(False)} does"
+            f" not let torch's symmetric memory do that (for tests, set {SHARING}=1 on every rank)"
+        )
+    if len(set(devices)) == 1:
+        return ""
+    if BLOCKED in access:
+        return f"the GPU of rank {list(access).index(BLOCKED)} cannot reach the memory of every other GPU of its host"
+    if ALONE in access:
+        return (
+            f"rank {list(access).index(ALONE)} sees no GPU but its own, and cannot tell whether it reaches the others "
+            "(let CUDA_VISIBLE_DEVICES name all of the host, and choose one by torch.cuda.set_device)"
+        )
+    return ""
+
+
+def launcher_for(device: torch.device, emulate: bool = False) -> Launcher:
+    """What runs the kernels on ``device``.
+
+    Raises:
+        ConfigError: CPU tensors without ``emulate``. MissingDependency: no kernels for it.
+    """
+    if device.type == "cuda":
+        return cuda_launcher(device)
+    if device.type != "cpu" or not emulate:
+        raise ConfigError(
+            f"peer_to_peer moves rows between GPUs and these are on {device}; PeerToPeerOptions(emulate=True) runs its "
+            "kernels on CPU tensors, for tests"
+        )
+    return NativeLauncher("host")

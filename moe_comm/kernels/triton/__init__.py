@@ -1,0 +1,10 @@
+"""Operators around dispatch as Triton kernels, for CUDA tensors; each file names its reference in plain torch."""
+
+from moe_comm.errors import MissingDependency
+
+try:
+    import triton as _triton  # noqa: F401
+except ImportError as error:
+    raise MissingDependency(
+        f"these kernels need Triton ({error}); run `pip install 'moe_comm[cu13]'`, or cu12"
+    ) from error

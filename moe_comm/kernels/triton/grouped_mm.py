@@ -1,0 +1,312 @@
+"""Products of rows that stand expert after expert with their experts' matrices, and the gradients of both.
+
+    rows_RD  e0 e0 e0 │ e2 e2 │ e3        out[r] = rows[r] @ w[e of r].T        counts [3, 0, 2, 1], on the device
+
+Reference: ``kernels/expert_mm.py``, expert by expert. Programs are persistent and go over the experts' tiles in order
+of expert; every program finds its tiles from the counts, so the host need not know them. Sums are fp32, over the inner
+dimension (over an expert's rows in order, for gradients of weights), rounded once: who computes a tile when is nothing
+to the bits. fp32 is multiplied without tensor cores, whose TF32 would drop bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe_comm.errors import InputError
+from moe_comm.kernels.triton.device import int64, multiply_add, rounded
+from moe_comm.kernels.triton.launch import (
+    DTYPES,
+    capability,
+    check_index,
+    check_rows,
+    check_tensors,
+    on_device_of,
+    options,
+    processors,
+)
+from moe_comm.kernels.wanted import wanted_gradients
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """rows, columns, inner: of a tile and its steps; powers of two from 16 on. warps, stages: of a compiled program."""
+
+    rows: int
+    columns: int
+    inner: int
+    warps: int
+    stages: int
+
+    @property
+    def blocks(self) -> dict[str, int]:
+        """As kernels take it."""
+        return {"BLOCK_M": self.rows, "BLOCK_N": self.columns, "BLOCK_K": self.inner}
+
+
+INTERPRETED = Tiling(16, 16, 16, 4, 3)
+FLOAT32 = Tiling(64, 64, 32, 4, 3)
+FEW = Tiling(64, 128, 64, 4, 4)
+"""Of 16-bit rows where experts have few: the smallest tile that Hopper's matrix instructions fill."""
+FEW_ROWS = 64
+TILINGS = {
+    80: Tiling(128, 128, 32, 8, 4),
+    90: Tiling(128, 256, 64, 8, 3),
+    100: Tiling(128, 128, 64, 8, 4),
+}
+"""Of 16-bit rows, by the compute capability from which they hold; chosen by registers and shared memory, unmeasured."""
+WEIGHT_TILINGS = {80: Tiling(128, 128, 32, 8, 4), 90: Tiling(128, 128, 64, 8, 4), 100: Tiling(128, 128, 64, 8, 4)}
+"""The same for gradients of weights, where ``inner`` are rows of an expert."""
+CONSUMER = 120
+"""From here on GPUs have the shared memory and the matrix instructions of sm_80 again, not those of sm_100."""
+
+
+def tiling_for(dtype: torch.dtype, at: int, rows_of_one: float, *, weights: bool = False) -> Tiling:
+    """The tile for experts with ``rows_of_one`` rows on average on a GPU of compute capability ``at``."""
+    if not at:
+        return INTERPRETED
+    if dtype == torch.float32:
+        return FLOAT32
+    if rows_of_one <= FEW_ROWS and not weights:
+        return FEW
+    table = WEIGHT_TILINGS if weights else TILINGS
+    if at >= CONSUMER:
+        return table[min(table)]
+    return table[max((known for known in table if known <= at), default=min(table))]
+
+
+@triton.jit
+def _tile_at(tile, tiles_m, tiles_n):  # type: ignore[no-untyped-def]
+    """Row and column of tile ``tile``: 8 rows of tiles together, so that the next finds cached what one loads."""
+    per_group = 8 * tiles_n
+    first_m = tile // per_group * 8
+    group_m = min(tiles_m - first_m, 8)
+    place = tile % per_group
+    return first_m + place % group_m, place // group_m
+
+
+@triton.jit
+def grouped_mm_kernel(  # type: ignore[no-untyped-def]
+    rows_ptr,  # [R, inner]
+    rows_stride,
+    w_ptr,  # [E, columns, inner], any strides
+    w_stride_expert,
+    w_stride_column,
+    w_stride_inner,
+    counts_ptr,  # [E] int64
+    out_ptr,  # [R, columns]
+    out_stride,
+    experts,
+    columns,
+    inner,
+    ELEMENT: tl.constexpr,
+    WHOLE: tl.constexpr,  # inner is a multiple of BLOCK_K
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """out[r] = rows[r] @ w[expert of r].T; tile t of all is for program t modulo their number."""
+    programs = tl.num_programs(0)
+    tiles_n = tl.cdiv(columns, BLOCK_N)
+    skip = tl.program_id(0)  # tiles from here to this program's next
+    start = int64(0)
+    for expert in range(experts):
+        count = tl.load(counts_ptr + expert)
+        tiles_m = tl.cdiv(count, BLOCK_M).to(tl.int32)
+        tiles = tiles_m * tiles_n
+        w_expert_ptr = w_ptr + int64(expert) * w_stride_expert
+        for tile in range(skip, tiles, programs):
+            tile_m, tile_n = _tile_at(tile, tiles_m, tiles_n)
+            place = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+            # What lies beyond is computed from a row and a column that are there, and not stored: no masks in the loop.
+            # By a remainder, as the compiler then knows which columns stand side by side, and copies them together.
+            row = start + tl.where(place < count, place, 0)
+            column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            there = (column % columns).to(tl.int64)
+            k = tl.arange(0, BLOCK_K)
+            a_ptrs = rows_ptr + (row * rows_stride)[:, None] + k[None, :]
+            b_ptrs = w_expert_ptr + (there * w_stride_column)[None, :] + (k.to(tl.int64) * w_stride_inner)[:, None]
+            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for first in range(0, inner, BLOCK_K):
+                if WHOLE:
+                    a = tl.load(a_ptrs)
+                    b = tl.load(b_ptrs)
+                else:
+                    a = tl.load(a_ptrs, mask=(k < inner - first)[None, :], other=0.0)
+                    b = tl.load(b_ptrs, mask=(k < inner - first)[:, None], other=0.0)
+                acc = multiply_add(a, b, acc)
+                a_ptrs += BLOCK_K
+                b_ptrs += BLOCK_K * w_stride_inner
+            to_ptrs = out_ptr + (row * out_stride)[:, None] + column[None, :]
+            tl.store(to_ptrs, rounded(acc, ELEMENT), mask=(place < count)[:, None] & (column < columns)[None, :])
+        skip = _next(skip, tiles, programs)
+        start += count
+
+
+@triton.jit
+def _next(skip, tiles, programs):  # type: ignore[no-untyped-def]
+    """How far the next tile of a program is beyond ``tiles``, if it was ``skip`` from their beginning."""
+    beyond = skip - tiles
+    return tl.where(beyond >= 0, beyond, (programs + beyond % programs) % programs)
+
+
+@triton.jit
+def grouped_weight_grad_kernel(  # type: ignore[no-untyped-def]
+    grad_ptr,  # [R, columns]
+    grad_stride,
+    rows_ptr,  # [R, inner]
+    rows_stride,
+    counts_ptr,  # [E] int64
+    out_ptr,  # [E, columns, inner], any strides
+    out_stride_expert,
+    out_stride_column,
+    out_stride_inner,
+    experts,
+    columns,
+    inner,
+    ELEMENT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """out[e] = grad[rows of e].T @ rows[rows of e]; zeros for an expert without rows. BLOCK_K rows at a time."""
+    programs = tl.num_programs(0)
+    tiles_m, tiles_n = tl.cdiv(columns, BLOCK_M), tl.cdiv(inner, BLOCK_N)
+    tiles = tiles_m * tiles_n
+    skip = tl.program_id(0)
+    start = int64(0)
+    for expert in range(experts):
+        count = tl.load(counts_ptr + expert)
+        for tile in range(skip, tiles, programs):
+            tile_m, tile_n = _tile_at(tile, tiles_m, tiles_n)
+            m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+            n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            k = tl.arange(0, BLOCK_K)
+            a_ptrs = grad_ptr + ((start + k) * grad_stride)[None, :] + (m % columns)[:, None]
+            b_ptrs = rows_ptr + ((start + k) * rows_stride)[:, None] + (n % inner)[None, :]
+            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for first in range(0, count.to(tl.int32), BLOCK_K):
+                live = k < count - first
+                a = tl.load(a_ptrs, mask=live[None, :], other=0.0)
+                b = tl.load(b_ptrs, mask=live[:, None], other=0.0)
+                acc = multiply_add(a, b, acc)
+                a_ptrs += int64(BLOCK_K) * grad_stride
+                b_ptrs += int64(BLOCK_K) * rows_stride
+            to_ptrs = out_ptr + int64(expert) * out_stride_expert
+            to_ptrs += (m.to(tl.int64) * out_stride_column)[:, None] + (n.to(tl.int64) * out_stride_inner)[None, :]
+            tl.store(to_ptrs, rounded(acc, ELEMENT), mask=(m < columns)[:, None] & (n < inner)[None, :])
+        skip = _next(skip, tiles, programs)
+        start += count
+
+
+def grouped_mm_into(rows_RD: Tensor, w_END: Tensor, counts_E: Tensor, out_RN: Tensor) -> None:
+    """out[r] = rows[r] @ w[e].T for each row r of expert e. No autograd, nothing of the host's.
+
+    Rows beyond the sum of ``counts_E`` (of a buffer that is larger) are left as they are.
+
+    Args:
+        rows_RD: fp32, bf16 or fp16; rows are dense, any distance apart.
+        w_END: of the same dtype, any strides: for gradients of rows, w transposed.
+        counts_E: int64 rows of each expert, on the device; they add up to no more than R.
+        out_RN: of the same dtype; rows are dense.
+
+    Raises:
+        InputError: other shapes or dtypes.
+        ConfigError: CPU tensors, where kernels are not interpreted.
+    """
+    check_tensors("grouped_mm", rows_RD, w_END, counts_E, out_RN)
+    check_rows("grouped_mm", "rows", rows_RD)
+    check_rows("grouped_mm", "out", out_RN)
+    if w_END.dim() != 3 or w_END.shape[2] != rows_RD.shape[1] or w_END.dtype != rows_RD.dtype:
+        raise InputError(
+            f"grouped_mm of rows {tuple(rows_RD.shape)} of {rows_RD.dtype} needs weights [E, N, {rows_RD.shape[1]}] "
+            f"of that dtype; got {tuple(w_END.shape)} of {w_END.dtype}"
+        )
+    experts, columns, inner = w_END.shape
+    check_index("grouped_mm", "counts", counts_E, (experts,))
+    if tuple(out_RN.shape) != (rows_RD.shape[0], columns) or out_RN.dtype != rows_RD.dtype:
+        raise InputError(
+            f"grouped_mm needs out [{rows_RD.shape[0]}, {columns}] of {rows_RD.dtype}; "
+            f"got {tuple(out_RN.shape)} of {out_RN.dtype}"
+        )
+    if not out_RN.numel() or not experts:
+        return
+    tiling = tiling_for(rows_RD.dtype, capability(rows_RD), rows_RD.shape[0] / experts)
+    with on_device_of(rows_RD):
+        grouped_mm_kernel[(processors(rows_RD),)](
+            rows_RD, rows_RD.stride(0), w_END, *w_END.stride()[:1], w_END.stride(1), w_END.stride(2), counts_E,
+            out_RN, out_RN.stride(0), experts, columns, inner,
+            ELEMENT=DTYPES[rows_RD.dtype], WHOLE=inner % tiling.inner == 0, **tiling.blocks, **_launch(rows_RD, tiling),
+        )  # fmt: skip
+
+
+def grouped_weight_grad_into(grad_RN: Tensor, rows_RD: Tensor, counts_E: Tensor, out_END: Tensor) -> None:
+    """out[e] = grad.T @ rows over the rows of expert e, zeros without any; arguments as in ``grouped_mm_into``.
+
+    Raises:
+        InputError: other shapes or dtypes.
+        ConfigError: CPU tensors, where kernels are not interpreted.
+    """
+    check_tensors("grouped_weight_grad", grad_RN, rows_RD, counts_E, out_END)
+    check_rows("grouped_weight_grad", "gradients", grad_RN)
+    check_rows("grouped_weight_grad", "rows", rows_RD)
+    shape = (out_END.shape[0], grad_RN.shape[1], rows_RD.shape[1])
+    same = grad_RN.dtype == rows_RD.dtype == out_END.dtype
+    if tuple(out_END.shape) != shape or grad_RN.shape[0] != rows_RD.shape[0] or not same:
+        raise InputError(
+            f"grouped_weight_grad of gradients {tuple(grad_RN.shape)} of {grad_RN.dtype} and rows "
+            f"{tuple(rows_RD.shape)} of {rows_RD.dtype} needs as many of each, and out {shape} of their dtype; "
+            f"got {tuple(out_END.shape)} of {out_END.dtype}"
+        )
+    check_index("grouped_weight_grad", "counts", counts_E, shape[:1])
+    if not out_END.numel():
+        return
+    experts, columns, inner = shape
+    tiling = tiling_for(rows_RD.dtype, capability(rows_RD), rows_RD.shape[0] / experts, weights=True)
+    with on_device_of(rows_RD):
+        grouped_weight_grad_kernel[(processors(rows_RD),)](
+            grad_RN, grad_RN.stride(0), rows_RD, rows_RD.stride(0), counts_E,
+            out_END, out_END.stride(0), out_END.stride(1), out_END.stride(2), experts, columns, inner,
+            ELEMENT=DTYPES[rows_RD.dtype], **tiling.blocks, **_launch(rows_RD, tiling),
+        )  # fmt: skip
+
+
+def _launch(tensor: Tensor, tiling: Tiling) -> dict[str, Any]:
+    return options(tensor, num_warps=tiling.warps, num_stages=tiling.stages)
+
+
+class _GroupedMM(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, w_END: Tensor, counts_E: Tensor) -> Tensor:
+        out_RN = rows_RD.new_empty(rows_RD.shape[0], w_END.shape[1])
+        grouped_mm_into(rows_RD, w_END, counts_E, out_RN)
+        ctx.save_for_backward(rows_RD, w_END, counts_E)
+        return out_RN
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows_RD, w_END, counts_E = ctx.saved_tensors
+        needs_rows, needs_w, _ = wanted_gradients(ctx)
+        grad_RN = grad_RN.contiguous()
+        grad_RD = torch.empty_like(rows_RD, memory_format=torch.contiguous_format) if needs_rows else None
+        grad_END = torch.empty_like(w_END) if needs_w else None
+        if grad_RD is not None:
+            grouped_mm_into(grad_RN, w_END.transpose(1, 2), counts_E, grad_RD)
+        if grad_END is not None:
+            grouped_weight_grad_into(grad_RN, rows_RD, counts_E, grad_END)
+        return grad_RD, grad_END, None
+
+
+def grouped_mm(rows_RD: Tensor, w_END: Tensor, counts_E: Tensor) -> Tensor:
+    """[R, N] differentiable; see ``grouped_mm_into``, whose arguments and errors these are.
+
+    Rows beyond the sum of ``counts_E`` hold anything, and so do their gradients.
+    """
+    return _GroupedMM.apply(rows_RD, w_END, counts_E)  # type: ignore[no-any-return]

@@ -1,0 +1,72 @@
+"""Tokens to the rows of their experts and back, differentiable, on one rank.
+
+    x_TD ──permute──▶ rows_RD = x[token_R]        backward: a weighted sum without weights
+    rows_RD ──unpermute──▶ y_TD = weighted sum    backward: spread, and dot products for the weights
+
+``order_slots`` of ``dispatch/plain.py`` gives both indices: ``token_R = order[:R] // K``, and ``place_TK``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe_comm.errors import InputError
+from moe_comm.kernels.triton.scale_rows import spread
+from moe_comm.kernels.triton.take_rows import take_rows
+from moe_comm.kernels.triton.weighted_sum import weighted_sum
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, token_R: Tensor, place_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(place_TK)
+        return take_rows(x_TD, token_R)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
+        return weighted_sum(grad_RD.contiguous(), ctx.saved_tensors[0], None), None, None
+
+
+class _Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, place_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        y_TD = weighted_sum(rows_RD, place_TK, weights_TK)
+        ctx.num_rows = rows_RD.shape[0]
+        ctx.save_for_backward(place_TK, weights_TK, rows_RD if ctx.needs_input_grad[2] else None)
+        return y_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, Tensor | None]:
+        place_TK, weights_TK, rows_RD = ctx.saved_tensors
+        grad_RD, grad_TK = spread(grad_TD.contiguous(), place_TK, weights_TK, ctx.num_rows, rows_RD)
+        return grad_RD, None, grad_TK
+
+
+def permute(x_TD: Tensor, token_R: Tensor, place_TK: Tensor) -> Tensor:
+    """[R, D] = x[token_R]; the gradient of a token is the sum of those of its rows, in slot order, in fp32.
+
+    Args:
+        x_TD: fp32, bf16 or fp16.
+        token_R: [R] int64 token of each row. place_TK: [T, K] int64 row of each slot, or -1.
+
+    Raises:
+        InputError: other shapes or dtypes.
+        ConfigError: CPU tensors, where kernels are not interpreted.
+    """
+    if place_TK.dim() != 2 or place_TK.shape[0] != x_TD.shape[0]:
+        raise InputError(f"permute of {x_TD.shape[0]} tokens needs as many places [T, K]; got {tuple(place_TK.shape)}")
+    return _Permute.apply(x_TD, token_R, place_TK)  # type: ignore[no-any-return]
+
+
+def unpermute(rows_RD: Tensor, place_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """[T, D] weighted sum of each token's rows; see ``weighted_sum``, whose arguments and errors these are.
+
+    Every row belongs to one slot. Rows that belong to none get no gradient that means anything.
+    """
+    return _Unpermute.apply(rows_RD, place_TK, weights_TK)  # type: ignore[no-any-return]

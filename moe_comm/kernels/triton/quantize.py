@@ -1,0 +1,248 @@
+"""Rows to e4m3 with their scales, and SwiGLU and its gradient with that as their last step.
+
+    | D values, e4m3 | to 4 bytes | fp32 scales: 1, or one for 128 channels | to 16 bytes |        all gaps are zeros
+
+The bytes are those of ``encode`` in ``dispatch/payload.py``, the reference, of what the operator would have written:
+the activation is rounded to the dtype of ``h`` first, so fused or not the bits are the same. Only where a block holds
+a NaN or an infinity, values (all NaN) may have another sign than there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_comm.errors import InputError
+from moe_comm.kernels.triton.device import e4m3_bits, e4m3_value, int64, rounded, sigmoid
+from moe_comm.kernels.triton.launch import DTYPES, capability, check_rows, check_tensors, on_device_of, options
+from moe_comm.kernels.triton.swiglu import check_swiglu, gate_gradient
+
+BLOCK = 128
+"""Channels that share a scale, unless a row has one."""
+TILE_ELEMENTS = 1024
+CONVERTS_FROM = 89
+"""sm_89 and later have an instruction for e4m3."""
+ROWS, SWIGLU, SWIGLU_BACKWARD = 0, 1, 2
+"""What a kernel quantises."""
+_SWIGLU, _SWIGLU_BACKWARD = tl.constexpr(SWIGLU), tl.constexpr(SWIGLU_BACKWARD)
+
+
+@dataclass(frozen=True)
+class Scales:
+    """per_row: one scale a row, else one for ``BLOCK`` channels. power_of_two: rounded up to powers of two."""
+
+    per_row: bool = False
+    power_of_two: bool = False
+
+    def count(self, hidden: int) -> int:
+        """Scales of a row of ``hidden`` channels."""
+        return 1 if self.per_row else -(-hidden // BLOCK)
+
+    def row_bytes(self, hidden: int) -> int:
+        """Bytes of a packed row."""
+        return _up(_up(hidden, 4) + 4 * self.count(hidden), 16) if hidden else 0
+
+
+@triton.jit
+def _value(  # type: ignore[no-untyped-def]
+    x_ptr, grad_ptr, column, width, inside, ELEMENT: tl.constexpr, WHAT: tl.constexpr
+):
+    """fp32 of one row's ``column``, rounded to ELEMENT; ``width`` of the row that is quantised."""
+    if WHAT == _SWIGLU:
+        gate = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(x_ptr + width + column, mask=inside, other=0.0).to(tl.float32)
+        return rounded(sigmoid(gate) * gate * up, ELEMENT).to(tl.float32)
+    elif WHAT == _SWIGLU_BACKWARD:
+        half = width // 2
+        in_gate = column < half
+        at = tl.where(in_gate, column, column - half)
+        gate = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(x_ptr + half + at, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        value = tl.where(in_gate, gate_gradient(gate, up, grad), grad * (sigmoid(gate) * gate))
+        return rounded(value, ELEMENT).to(tl.float32)
+    else:
+        return tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _most(x):  # type: ignore[no-untyped-def]
+    """Magnitudes of ``x``; infinity for NaN, as a maximum may pass over NaN."""
+    return tl.where(x == x, tl.abs(x), float("inf"))
+
+
+@triton.jit
+def _scale_for(most, POWER_OF_TWO: tl.constexpr):  # type: ignore[no-untyped-def]
+    """fp32 scale of blocks whose largest magnitude is ``most``; see ``payload.scales_for``."""
+    scale = tl.maximum(tl.div_rn(most, tl.full(most.shape, 448.0, tl.float32)), 1.1754943508222875e-38)  # 2 ** -126
+    if POWER_OF_TWO:
+        scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & ~0x7FFFFF).to(tl.float32, bitcast=True)
+    return tl.where(most < float("inf"), scale, float("nan"))
+
+
+@triton.jit
+def quantize_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,
+    x_stride,
+    grad_ptr,  # any pointer unless WHAT is SWIGLU_BACKWARD
+    grad_stride,
+    packed_ptr,  # [rows, row_bytes] uint8
+    scale_ptr,  # the same memory, as fp32
+    width,
+    first_scale,  # the byte in a row
+    row_bytes,
+    ELEMENT: tl.constexpr,
+    WHAT: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    CONVERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """One program for a row; PER_ROW twice over it, first for its largest magnitude."""
+    row = int64(tl.program_id(0))
+    x_ptr += row * x_stride
+    grad_ptr += row * grad_stride
+    packed_ptr += row * row_bytes
+    scale_ptr += row * (row_bytes // 4) + first_scale // 4
+    num_blocks = tl.cdiv(width, BLOCK)
+    if PER_ROW:
+        most = tl.zeros((BLOCKS, BLOCK), tl.float32)
+        for first in range(0, num_blocks, BLOCKS):
+            column = (first + tl.arange(0, BLOCKS))[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+            x = _value(x_ptr, grad_ptr, column, width, column < width, ELEMENT, WHAT)
+            most = tl.maximum(most, _most(x))
+        row_scale = _scale_for(tl.max(tl.max(most, axis=1, keep_dims=True), axis=0, keep_dims=True), POWER_OF_TWO)
+    for first in range(0, num_blocks, BLOCKS):
+        block = first + tl.arange(0, BLOCKS)
+        column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        inside = column < width
+        x = _value(x_ptr, grad_ptr, column, width, inside, ELEMENT, WHAT)
+        if PER_ROW:
+            scale = tl.broadcast_to(row_scale, (BLOCKS, BLOCK))
+        else:
+            of_block = _scale_for(tl.max(_most(x), axis=1), POWER_OF_TWO)
+            tl.store(scale_ptr + block, of_block, mask=block < num_blocks)
+            scale = tl.broadcast_to(of_block[:, None], (BLOCKS, BLOCK))
+        tl.store(packed_ptr + column, e4m3_bits(tl.div_rn(x, scale), CONVERTS), mask=inside)
+    gap = tl.arange(0, 16)
+    last = first_scale + 4 * num_blocks
+    if PER_ROW:
+        tl.store(scale_ptr + tl.arange(0, 1)[:, None], row_scale)
+        last = first_scale + 4
+    zero = tl.zeros((16,), tl.uint8)
+    tl.store(packed_ptr + width + gap, zero, mask=width + gap < first_scale)
+    tl.store(packed_ptr + last + gap, zero, mask=last + gap < row_bytes)
+
+
+@triton.jit
+def dequantize_kernel(  # type: ignore[no-untyped-def]
+    packed_ptr,  # [rows, row_bytes] uint8
+    scale_ptr,  # the same memory, as fp32
+    y_ptr,  # [rows, width] dense
+    width,
+    first_scale,
+    row_bytes,
+    largest,
+    ELEMENT: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """One program for BLOCKS blocks of a row."""
+    row = int64(tl.program_id(0))
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = column < width
+    scale_ptr += row * (row_bytes // 4) + first_scale // 4
+    if PER_ROW:
+        scale = tl.load(scale_ptr + block * 0)
+    else:
+        scale = tl.load(scale_ptr + block, mask=block * BLOCK < width, other=0.0)
+    y = e4m3_value(tl.load(packed_ptr + row * row_bytes + column, mask=inside, other=0)) * scale[:, None]
+    y = tl.where(y > largest, largest, tl.where(y < -largest, -largest, y))  # rounding makes no infinity; NaN passes
+    tl.store(y_ptr + row * width + column, rounded(y, ELEMENT), mask=inside)
+
+
+def quantize(rows_RD: Tensor, scales: Scales = Scales()) -> Tensor:
+    """[R, ``scales.row_bytes(D)``] uint8 packed rows.
+
+    Args:
+        rows_RD: fp32, bf16 or fp16; rows are dense, any distance apart.
+
+    Raises:
+        InputError: another shape or dtype.
+        ConfigError: CPU tensors, where kernels are not interpreted.
+    """
+    check_tensors("quantize", rows_RD)
+    check_rows("quantize", "rows", rows_RD)
+    return _launch(rows_RD, rows_RD, rows_RD.shape[1], scales, ROWS)
+
+
+def swiglu_quantize(h_RG: Tensor, scales: Scales = Scales()) -> Tensor:
+    """[R, ``scales.row_bytes(F)``] uint8: ``quantize(swiglu(h))``, whose bits these are; errors of ``check_swiglu``."""
+    check_swiglu("swiglu_quantize", h_RG)
+    return _launch(h_RG, h_RG, h_RG.shape[1] // 2, scales, SWIGLU)
+
+
+def swiglu_backward_quantize(h_RG: Tensor, grad_RF: Tensor, scales: Scales = Scales()) -> Tensor:
+    """[R, ``scales.row_bytes(2F)``] uint8: the gradient of ``h_RG``, quantised; errors of ``check_swiglu``."""
+    check_swiglu("swiglu_backward_quantize", h_RG, grad=grad_RF)
+    return _launch(h_RG, grad_RF, h_RG.shape[1], scales, SWIGLU_BACKWARD)
+
+
+def dequantize(packed_RB: Tensor, scales: Scales, hidden: int, dtype: torch.dtype) -> Tensor:
+    """[R, hidden] of ``dtype``: the inverse of ``quantize`` up to its rounding.
+
+    Raises:
+        InputError: rows of another width, or a dtype that kernels do not take.
+        ConfigError: CPU tensors, where kernels are not interpreted.
+    """
+    check_tensors("dequantize", packed_RB)
+    width = scales.row_bytes(hidden)
+    if packed_RB.dim() != 2 or packed_RB.shape[1] != width or packed_RB.dtype != torch.uint8 or dtype not in DTYPES:
+        raise InputError(
+            f"dequantize to {hidden} channels of {', '.join(map(str, DTYPES))} needs packed rows "
+            f"[R, {width}] of uint8; got {tuple(packed_RB.shape)} of {packed_RB.dtype}, and {dtype}"
+        )
+    y_RD = torch.empty(packed_RB.shape[0], hidden, dtype=dtype, device=packed_RB.device)
+    if not y_RD.numel():
+        return y_RD
+    packed_RB = packed_RB.contiguous()
+    blocks = _blocks(hidden)
+    with on_device_of(packed_RB):
+        dequantize_kernel[(y_RD.shape[0], triton.cdiv(hidden, BLOCK * blocks))](
+            packed_RB, packed_RB.view(torch.float32), y_RD, hidden, _up(hidden, 4), width, torch.finfo(dtype).max,
+            ELEMENT=DTYPES[dtype], PER_ROW=scales.per_row, BLOCK=BLOCK, BLOCKS=blocks,
+            **options(packed_RB, num_warps=4),
+        )  # fmt: skip
+    return y_RD
+
+
+def _launch(x_RX: Tensor, grad_RF: Tensor, width: int, scales: Scales, what: int) -> Tensor:
+    rows, row_bytes = x_RX.shape[0], scales.row_bytes(width)
+    packed_RB = torch.empty(rows, row_bytes, dtype=torch.uint8, device=x_RX.device)
+    if not packed_RB.numel():
+        return packed_RB
+    with on_device_of(x_RX):
+        quantize_kernel[(rows,)](
+            x_RX, x_RX.stride(0), grad_RF, grad_RF.stride(0), packed_RB, packed_RB.view(torch.float32),
+            width, _up(width, 4), row_bytes,
+            ELEMENT=DTYPES[x_RX.dtype], WHAT=what, PER_ROW=scales.per_row, POWER_OF_TWO=scales.power_of_two,
+            CONVERTS=capability(x_RX) >= CONVERTS_FROM, BLOCK=BLOCK, BLOCKS=_blocks(width),
+            **options(x_RX, num_warps=4, enable_fp_fusion=False),
+        )  # fmt: skip
+    return packed_RB
+
+
+def _blocks(width: int) -> int:
+    """How many blocks a program takes at once."""
+    return min(TILE_ELEMENTS // BLOCK, 1 << (-(-width // BLOCK) - 1).bit_length())
+
+
+def _up(size: int, to: int) -> int:
+    return -(-size // to) * to

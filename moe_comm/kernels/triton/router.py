@@ -1,0 +1,312 @@
+"""Top-k routing in one kernel each way. Reference: ``_scores``, ``_choose`` and ``_weights`` of ``layers/router.py``.
+
+    logits_TE ──score──▶ (+ bias, groups) ──▶ top-k ──▶ ids_TK ──(normalise, scale)──▶ weights_TK
+
+The K largest are found one after another, so that ids come in descending order of what they are chosen by; of equal
+ones the lowest id is taken (torch's topk promises no order among them). NaN counts as the largest, as in torch.
+The backward pass computes the scores again from the logits. A token whose ids are all -2 gets zeros for a gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe_comm.errors import InputError
+from moe_comm.kernels.triton.device import int64, sigmoid
+from moe_comm.kernels.triton.launch import check_tensors, on_device_of, options
+
+MOST_EXPERTS = 1024
+TILE_ELEMENTS = 2048
+SCORES = {"softmax": 0, "sigmoid": 1, "topk_softmax": 2}
+_SIGMOID, _TOPK_SOFTMAX = tl.constexpr(SCORES["sigmoid"]), tl.constexpr(SCORES["topk_softmax"])
+_LEAST = tl.constexpr(1e-20)
+"""Added to sums of scores, which may underflow."""
+
+
+class Rule(Protocol):
+    """What of ``layers.RouterConfig``, which is one, decides."""
+
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def score(self) -> str: ...
+    @property
+    def normalize(self) -> bool: ...
+    @property
+    def scale(self) -> float: ...
+    @property
+    def num_groups(self) -> int: ...
+    @property
+    def top_groups(self) -> int: ...
+    @property
+    def group_score(self) -> str: ...
+
+
+@triton.jit
+def _largest(choice, at, AXIS_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[TOKENS, 1] largest of each row of ``choice``, which has no NaN, and the lowest place that has it."""
+    top = tl.max(choice, axis=1, keep_dims=True)
+    return top, tl.min(tl.where(choice == top, at, AXIS_SIZE), axis=1, keep_dims=True)
+
+
+@triton.jit
+def _scores(logits, inside, SCORE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[TOKENS, BLOCK_E] fp32; 0 outside."""
+    if SCORE == _SIGMOID:
+        return tl.where(inside, sigmoid(logits), 0.0)
+    else:
+        top = tl.max(logits, axis=1, keep_dims=True)
+        power = tl.where(inside, tl.exp(logits - top), 0.0)
+        return power / tl.sum(power, axis=1, keep_dims=True)
+
+
+@triton.jit
+def route_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr,  # [tokens, experts] fp32
+    logits_stride,
+    bias_ptr,  # [experts] fp32; any pointer unless BIASED
+    ids_ptr,  # [tokens, TOP_K] int64
+    weights_ptr,  # [tokens, TOP_K] fp32
+    scores_ptr,  # [tokens, experts] fp32; any pointer unless SCORED
+    tokens,
+    experts,
+    scale,
+    SCORE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    TOP_TWO: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    BIASED: tl.constexpr,
+    SCORED: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """One program for TOKENS tokens."""
+    token = (int64(tl.program_id(0)) * TOKENS + tl.arange(0, TOKENS))[:, None]
+    live = token < tokens
+    expert = tl.arange(0, BLOCK_E)[None, :]
+    inside = live & (expert < experts)
+    low = float("-inf")
+    logits = tl.load(logits_ptr + token * logits_stride + expert, mask=inside, other=low)
+    wrong = tl.where((logits != logits) | (logits == float("inf")), 1, 0)
+    wrong = tl.max(wrong, axis=1, keep_dims=True) > 0
+    forbidden = logits == low
+    wrong = wrong | (tl.min(tl.where(forbidden, 1, 0), axis=1, keep_dims=True) > 0)
+    logits = tl.where(wrong, 0.0, logits)  # so that nothing below meets a NaN
+    scores = _scores(logits, inside, SCORE)
+    if SCORED:
+        tl.store(scores_ptr + token * experts + expert, tl.where(wrong, float("nan"), scores), mask=inside)
+    choice = scores
+    if SCORE == _TOPK_SOFTMAX:
+        choice = logits
+    if BIASED:
+        choice += tl.load(bias_ptr + expert, mask=expert < experts, other=0.0)
+        choice = tl.where(choice == choice, choice, float("inf"))
+    choice = tl.where(forbidden | (expert >= experts), low, choice)
+    if TOP_GROUPS < NUM_GROUPS:
+        group_of = expert // (experts // NUM_GROUPS)
+        groups = tl.arange(0, BLOCK_G)[None, :]
+        rank = tl.full((TOKENS, BLOCK_G), low, tl.float32)
+        for group in range(NUM_GROUPS):
+            members = tl.where((group_of == group) & (expert < experts), choice, low)
+            best, first = _largest(members, expert, BLOCK_E)
+            if TOP_TWO:
+                best += tl.max(tl.where(expert == first, low, members), axis=1, keep_dims=True)
+            # A group of forbidden experts can still be taken, but only once: what is taken becomes -Inf.
+            rank = tl.where(groups == group, tl.maximum(best, -3.0e38), rank)
+        allowed = tl.zeros((TOKENS, BLOCK_E), tl.int32)
+        for _ in range(TOP_GROUPS):
+            _best, taken = _largest(rank, groups, BLOCK_G)
+            rank = tl.where(groups == taken, low, rank)
+            allowed = tl.where(group_of == taken, 1, allowed)
+        choice = tl.where(allowed > 0, choice, low)
+    slots = tl.arange(0, BLOCK_K)[None, :]
+    weights = tl.full((TOKENS, BLOCK_K), low if SCORE == _TOPK_SOFTMAX else 0.0, tl.float32)
+    for k in range(TOP_K):
+        top, first = _largest(choice, expert, BLOCK_E)
+        chosen = (top > low) & (wrong == 0)
+        picked = (expert == first) & chosen
+        if SCORE == _TOPK_SOFTMAX:
+            weight = tl.max(tl.where(picked, logits, low), axis=1, keep_dims=True)
+        else:
+            weight = tl.sum(tl.where(picked, scores, 0.0), axis=1, keep_dims=True)
+        weights = tl.where(slots == k, weight, weights)
+        tl.store(ids_ptr + token * TOP_K + k, tl.where(chosen, first, tl.where(wrong, -2, -1)).to(tl.int64), mask=live)
+        choice = tl.where(expert == first, low, choice)
+    if SCORE == _TOPK_SOFTMAX:
+        top = tl.max(weights, axis=1, keep_dims=True)
+        power = tl.exp(weights - tl.where(top > low, top, 0.0))
+        weights = power / tl.where(top > low, tl.sum(power, axis=1, keep_dims=True), 1.0)
+    elif NORMALIZE:
+        weights = weights / (tl.sum(weights, axis=1, keep_dims=True) + _LEAST)
+    tl.store(weights_ptr + token * TOP_K + slots, weights * scale, mask=live & (slots < TOP_K))
+
+
+@triton.jit
+def route_backward_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr,  # [tokens, experts] fp32
+    logits_stride,
+    ids_ptr,  # [tokens, TOP_K] int64
+    grad_weights_ptr,  # [tokens, TOP_K] fp32
+    grad_scores_ptr,  # [tokens, experts] fp32; any pointer unless SCORED
+    grad_ptr,  # [tokens, experts] fp32
+    tokens,
+    experts,
+    scale,
+    SCORE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    SCORED: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """One program for TOKENS tokens; its chosen experts are spread over all, where the sums over slots are taken."""
+    token = (int64(tl.program_id(0)) * TOKENS + tl.arange(0, TOKENS))[:, None]
+    live = token < tokens
+    expert = tl.arange(0, BLOCK_E)[None, :]
+    inside = live & (expert < experts)
+    logits = tl.load(logits_ptr + token * logits_stride + expert, mask=inside, other=float("-inf"))
+    known = tl.load(ids_ptr + token * TOP_K, mask=live, other=-2) != -2
+    logits = tl.where(known, logits, 0.0)
+    scores = _scores(logits, inside, SCORE)
+    chosen = tl.zeros((TOKENS, BLOCK_E), tl.int32)
+    grad_w = tl.zeros((TOKENS, BLOCK_E), tl.float32)
+    if WEIGHTED:
+        for k in range(TOP_K):
+            here = expert == tl.load(ids_ptr + token * TOP_K + k, mask=live, other=-2)
+            grad_w = tl.where(here, tl.load(grad_weights_ptr + token * TOP_K + k, mask=live, other=0.0) * scale, grad_w)
+            chosen = tl.where(here, 1, chosen)
+    grad_s = tl.zeros((TOKENS, BLOCK_E), tl.float32)
+    grad = tl.zeros((TOKENS, BLOCK_E), tl.float32)
+    if SCORE == _TOPK_SOFTMAX:
+        among = tl.where(chosen > 0, logits, float("-inf"))
+        top = tl.max(among, axis=1, keep_dims=True)
+        power = tl.where(chosen > 0, tl.exp(among - tl.where(top > float("-inf"), top, 0.0)), 0.0)
+        total = tl.sum(power, axis=1, keep_dims=True)
+        share = power / tl.where(total > 0.0, total, 1.0)
+        grad = share * (grad_w - tl.sum(share * grad_w, axis=1, keep_dims=True))
+    elif NORMALIZE:
+        picked = tl.where(chosen > 0, scores, 0.0)
+        total = tl.sum(picked, axis=1, keep_dims=True) + _LEAST
+        mean = tl.sum(picked / total * grad_w, axis=1, keep_dims=True)
+        grad_s = tl.where(chosen > 0, (grad_w - mean) / total, 0.0)
+    else:
+        grad_s = grad_w
+    if SCORED:
+        grad_s += tl.load(grad_scores_ptr + token * experts + expert, mask=inside, other=0.0)
+    if SCORE == _SIGMOID:
+        grad += grad_s * scores * (1.0 - scores)
+    else:
+        grad += scores * (grad_s - tl.sum(scores * grad_s, axis=1, keep_dims=True))
+    tl.store(grad_ptr + token * experts + expert, tl.where(known, grad, 0.0), mask=inside)
+
+
+def takes(logits_TE: Tensor, rule: Rule) -> bool:
+    """Whether the kernels take these logits and this many experts."""
+    return logits_TE.dtype == torch.float32 and rule.num_experts <= MOST_EXPERTS and logits_TE.stride(-1) == 1
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, rule: Rule, want_scores: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        tokens, experts = logits_TE.shape
+        ids_TK = torch.empty(tokens, rule.top_k, dtype=torch.int64, device=logits_TE.device)
+        weights_TK = torch.empty(tokens, rule.top_k, dtype=torch.float32, device=logits_TE.device)
+        scores_TE = torch.empty(tokens, experts, dtype=torch.float32, device=logits_TE.device) if want_scores else None
+        sizes = _sizes(rule)
+        if tokens:
+            with on_device_of(logits_TE):
+                route_kernel[(triton.cdiv(tokens, sizes["TOKENS"]),)](
+                    logits_TE, logits_TE.stride(0), logits_TE if bias_E is None else bias_E, ids_TK, weights_TK,
+                    weights_TK if scores_TE is None else scores_TE, tokens, experts, rule.scale,
+                    BLOCK_K=_up(rule.top_k), NUM_GROUPS=rule.num_groups, TOP_GROUPS=rule.top_groups,
+                    BLOCK_G=_up(rule.num_groups),
+                    TOP_TWO=rule.group_score == "top2_sum" and experts > rule.num_groups,
+                    BIASED=bias_E is not None, SCORED=want_scores, **sizes, **options(logits_TE, num_warps=4),
+                )  # fmt: skip
+        ctx.mark_non_differentiable(ids_TK)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(logits_TE, ids_TK)
+        ctx.rule = rule
+        return ids_TK, weights_TK, scores_TE
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, _: None, grad_TK: Tensor | None, grad_TE: Tensor | None
+    ) -> tuple[Tensor | None, None, None, None]:
+        logits_TE, ids_TK = ctx.saved_tensors
+        rule: Rule = ctx.rule
+        if grad_TK is None and grad_TE is None:
+            return None, None, None, None
+        tokens, experts = logits_TE.shape
+        grad = torch.empty(tokens, experts, dtype=torch.float32, device=logits_TE.device)
+        sizes = _sizes(rule)
+        if tokens:
+            with on_device_of(logits_TE):
+                route_backward_kernel[(triton.cdiv(tokens, sizes["TOKENS"]),)](
+                    logits_TE, logits_TE.stride(0), ids_TK, grad if grad_TK is None else grad_TK.contiguous(),
+                    grad if grad_TE is None else grad_TE.contiguous(), grad, tokens, experts, rule.scale,
+                    WEIGHTED=grad_TK is not None, SCORED=grad_TE is not None,
+                    **sizes, **options(logits_TE, num_warps=4),
+                )  # fmt: skip
+        return grad, None, None, None
+
+
+def route(
+    logits_TE: Tensor, bias_E: Tensor | None, rule: Rule, *, scores: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Choose experts and weigh them; differentiable in the logits.
+
+    Args:
+        logits_TE: [T, E] fp32, rows dense.
+        bias_E: [E] fp32, added for the choice alone; or None.
+        rule: a ``RouterConfig``.
+        scores: return them, too.
+
+    Returns:
+        ids_TK int64 (-1: none left to choose; -2: the token's logits are NaN, +Inf or all -Inf), weights_TK fp32, and
+        scores_TE fp32, or None.
+
+    Raises:
+        InputError: other shapes or dtypes.
+        ConfigError: CPU tensors, where kernels are not interpreted.
+    """
+    check_tensors("route", logits_TE, bias_E)
+    if logits_TE.dim() != 2 or logits_TE.shape[1] != rule.num_experts or not takes(logits_TE, rule):
+        raise InputError(
+            f"route to {rule.num_experts} experts (at most {MOST_EXPERTS}) needs dense fp32 logits "
+            f"[T, {rule.num_experts}]; got {tuple(logits_TE.shape)} of {logits_TE.dtype}"
+        )
+    if bias_E is not None and (bias_E.shape != logits_TE.shape[1:] or bias_E.dtype != torch.float32):
+        raise InputError(f"route needs a fp32 bias [{rule.num_experts}]; got {tuple(bias_E.shape)} of {bias_E.dtype}")
+    return _Route.apply(logits_TE, bias_E, rule, scores)  # type: ignore[no-any-return]
+
+
+def _sizes(rule: Rule) -> dict[str, Any]:
+    block = _up(rule.num_experts)
+    return {
+        "SCORE": SCORES[rule.score],
+        "TOP_K": rule.top_k,
+        "BLOCK_E": block,
+        "NORMALIZE": rule.normalize,
+        "TOKENS": min(16, max(1, TILE_ELEMENTS // block)),
+    }
+
+
+def _up(n: int) -> int:
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,36 @@
+"""What a kernel is compiled for ahead of time, for GPUs that are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+TARGETS = (80, 90, 100)
+"""sm_80 (A100), sm_90 (H100, H200), sm_100 (B200)."""
+POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64"}
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One kernel as it is launched for common sizes.
+
+    name: unique, for the table. kernel: the ``@triton.jit`` function.
+    types: of every argument that is no constant, in Triton's words ("*bf16", "i32", "i64"), by name.
+    constants: of the ``tl.constexpr`` arguments, and of arguments that are 1 (strides).
+    aligned: names of arguments that are multiples of 16, pointers and numbers.
+    targets: what it is compiled for, 90 for sm_90; two of one name are for different ones.
+    """
+
+    name: str
+    kernel: Any
+    types: Mapping[str, str]
+    constants: Mapping[str, Any]
+    aligned: tuple[str, ...] = ()
+    num_warps: int = 4
+    num_stages: int = 3
+    cooperative: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+    targets: tuple[int, ...] = TARGETS

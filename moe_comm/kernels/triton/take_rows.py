@@ -1,0 +1,76 @@
+"""Rows by index, of any dtype and width: ``y[r] = x[index[r]]``. Reference: ``x_ND[index_R]``.
+
+Rows are moved as the widest words that fit them, up to 8 bytes, of which the compiler makes accesses of 16.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_comm.errors import InputError
+from moe_comm.kernels.triton.device import int64
+from moe_comm.kernels.triton.launch import check_index, check_tensors, on_device_of, options, tile
+
+TILE_WORDS = 1024
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+@triton.jit
+def take_rows_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,
+    x_stride,
+    index_ptr,
+    y_ptr,  # [rows, width] dense
+    rows,
+    width,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One program for ROWS rows; zeros where the index is negative."""
+    row = int64(tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
+    live = row < rows
+    at = tl.load(index_ptr + row, mask=live, other=-1)
+    for first in range(0, width, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        inside = (column < width)[None, :]
+        word = tl.load(x_ptr + (at * x_stride)[:, None] + column[None, :], mask=inside & (at >= 0)[:, None], other=0)
+        tl.store(y_ptr + (row * width)[:, None] + column[None, :], word, mask=inside & live[:, None])
+
+
+def take_rows(x_ND: Tensor, index_R: Tensor) -> Tensor:
+    """[R, D] the rows of ``x_ND`` at ``index_R``; zeros where the index is -1. No autograd: see ``permute``.
+
+    Args:
+        x_ND: any dtype; rows are dense, any distance apart.
+        index_R: int64 below N, not checked: that would wait for the device.
+
+    Raises:
+        InputError: other shapes or dtypes.
+        ConfigError: CPU tensors, where kernels are not interpreted.
+    """
+    check_tensors("take_rows", x_ND, index_R)
+    check_index("take_rows", "index", index_R, (-1,))
+    if x_ND.dim() != 2 or (x_ND.numel() and x_ND.shape[1] > 1 and x_ND.stride(1) != 1):
+        raise InputError(f"take_rows needs dense rows [N, D]; got {tuple(x_ND.shape)} with strides {x_ND.stride()}")
+    y_RD = torch.empty(index_R.shape[0], x_ND.shape[1], dtype=x_ND.dtype, device=x_ND.device)
+    if not y_RD.numel():
+        return y_RD
+    if not x_ND.shape[0]:
+        return y_RD.zero_()
+    x_stride = x_ND.stride(0) * x_ND.element_size()
+    row_bytes = x_ND.shape[1] * x_ND.element_size()
+    size = gcd(x_ND.data_ptr(), x_stride, row_bytes, x_ND.storage_offset() * x_ND.element_size(), 8)
+    if x_ND.stride(1) != 1:  # one column: torch views only what says that it is dense
+        x_ND = x_ND.as_strided(x_ND.shape, (x_ND.stride(0), 1))
+    x, y = x_ND.view(_WORDS[size]), y_RD.view(_WORDS[size])
+    rows, columns = tile(y.shape[1], TILE_WORDS)
+    with on_device_of(x):
+        take_rows_kernel[(triton.cdiv(y.shape[0], rows),)](
+            x, x.stride(0), index_R, y, y.shape[0], y.shape[1], ROWS=rows, COLUMNS=columns, **options(x, num_warps=4)
+        )
+    return y_RD

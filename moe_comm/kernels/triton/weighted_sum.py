@@ -1,0 +1,106 @@
+"""Sums of each token's rows: ``y[t] = sum over k of w[t, k] * rows[place[t, k]]``, in the order of k.
+
+Reference, to the bit: ``weighted_sum`` of ``dispatch/plain.py``: multiply, round, add, round, in fp32; one cast last.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_comm.errors import InputError
+from moe_comm.kernels.triton.device import int64, rounded
+from moe_comm.kernels.triton.launch import DTYPES, check_index, check_rows, check_tensors, on_device_of, options, tile
+
+TILE_ELEMENTS = 1024
+UNROLLED = 16
+"""Up to so many rows of a token are loaded at once."""
+
+
+@triton.jit
+def _plus_row(  # type: ignore[no-untyped-def]
+    total, k, token, live, column, inside, rows_ptr, rows_stride, place_ptr, weights_ptr, TOP_K: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    place = tl.load(place_ptr + token * TOP_K + k, mask=live, other=-1)
+    there = inside & (place >= 0)[:, None]
+    row = tl.load(rows_ptr + (place * rows_stride)[:, None] + column[None, :], mask=there, other=0.0).to(tl.float32)
+    if WEIGHTED:
+        weight = tl.load(weights_ptr + token * TOP_K + k, mask=live & (place >= 0), other=0.0)
+        row = row * weight[:, None]
+    return total + row
+
+
+@triton.jit
+def weighted_sum_kernel(  # type: ignore[no-untyped-def]
+    rows_ptr,
+    rows_stride,
+    place_ptr,  # [tokens, TOP_K] int64
+    weights_ptr,  # [tokens, TOP_K] fp32; any pointer unless WEIGHTED
+    y_ptr,  # [tokens, width] dense
+    tokens,
+    width,
+    ELEMENT: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    UNROLL: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One program for TOKENS tokens and COLUMNS of their columns."""
+    token = int64(tl.program_id(0)) * TOKENS + tl.arange(0, TOKENS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    live = token < tokens
+    inside = live[:, None] & (column < width)[None, :]
+    total = tl.zeros((TOKENS, COLUMNS), tl.float32)
+    if UNROLL:
+        for k in tl.static_range(TOP_K):
+            total = _plus_row(
+                total, k, token, live, column, inside, rows_ptr, rows_stride, place_ptr, weights_ptr, TOP_K, WEIGHTED
+            )
+    else:
+        for k in range(TOP_K):
+            total = _plus_row(
+                total, k, token, live, column, inside, rows_ptr, rows_stride, place_ptr, weights_ptr, TOP_K, WEIGHTED
+            )
+    tl.store(y_ptr + (token * width)[:, None] + column[None, :], rounded(total, ELEMENT), mask=inside)
+
+
+def weighted_sum(rows_RD: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
+    """[T, D] in the dtype of ``rows_RD``. No autograd: see ``unpermute``.
+
+    Args:
+        rows_RD: fp32, bf16 or fp16; rows are dense, any distance apart.
+        place_TK: int64 row of each slot; -1 adds nothing, whatever its weight is.
+        weights_TK: fp32, or None for ones.
+
+    Raises:
+        InputError: other shapes or dtypes.
+        ConfigError: CPU tensors, where kernels are not interpreted.
+    """
+    check_tensors("weighted_sum", rows_RD, place_TK, weights_TK)
+    check_rows("weighted_sum", "rows", rows_RD)
+    check_index("weighted_sum", "places", place_TK, (-1, -1))
+    if weights_TK is not None and (weights_TK.shape != place_TK.shape or weights_TK.dtype != torch.float32):
+        raise InputError(
+            f"weighted_sum needs fp32 weights {tuple(place_TK.shape)}, as places; "
+            f"got {tuple(weights_TK.shape)} of {weights_TK.dtype}"
+        )
+    (tokens, top_k), width = place_TK.shape, rows_RD.shape[1]
+    y_TD = torch.empty(tokens, width, dtype=rows_RD.dtype, device=rows_RD.device)
+    if not y_TD.numel():
+        return y_TD
+    if not rows_RD.shape[0] or not top_k:
+        return y_TD.zero_()
+    some, columns = tile(width, TILE_ELEMENTS)
+    with on_device_of(rows_RD):
+        weighted_sum_kernel[(triton.cdiv(tokens, some), triton.cdiv(width, columns))](
+            rows_RD, rows_RD.stride(0), place_TK, place_TK if weights_TK is None else weights_TK.contiguous(), y_TD,
+            tokens, width,
+            ELEMENT=DTYPES[rows_RD.dtype], WEIGHTED=weights_TK is not None, TOP_K=top_k, UNROLL=top_k <= UNROLLED,
+            TOKENS=some, COLUMNS=columns,
+            **options(rows_RD, num_warps=4, enable_fp_fusion=False),
+        )  # fmt: skip
+    return y_TD

@@ -1,0 +1,130 @@
+"""The doctor says how GPUs reach each other, where their kernels come from, and what ``auto`` takes and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moe_comm.dispatch import doctor
+from moe_comm.dispatch.choice import choose
+from moe_comm.errors import MissingDependency
+from moe_comm.gpu import nvrtc
+from moe_comm.runtime.doctor import Finding, Notes
+
+TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
+GPU0\t X \tNV18\tSYS\tPIX\t0-47\t0
+GPU1\tNV18\t X \tPHB\tSYS\t0-47\t0
+GPU2\tSYS\tPHB\t X \tSYS\t48-95\t1
+NIC0\tPIX\tSYS\tSYS\t X
+
+Legend:
+  X    = Self
+"""
+
+
+def gpu(index: int, peers: list[int], capability: str = "9.0") -> dict[str, Any]:
+    return {"index": index, "name": "H", "capability": capability, "memory_bytes": 1, "peers": peers}
+
+
+def examined(devices: list[dict[str, Any]], archs: str = "sm_80,sm_90a") -> tuple[Notes, dict[str, Finding]]:
+    notes = Notes()
+    notes.data |= {"gpus": devices, "native": {"cuda": {"archs": archs} if archs else None}, "backends": {}}
+    doctor.look_at_gpus(notes)
+    return notes, {finding.name: finding for finding in notes.findings}
+
+
+def test_the_matrix_of_links_is_read() -> None:
+    assert doctor.topology(TOPOLOGY) == {
+        (0, 1): "NV18",
+        (1, 0): "NV18",
+        (0, 2): "SYS",
+        (2, 0): "SYS",
+        (1, 2): "PHB",
+        (2, 1): "PHB",
+    }
+    assert doctor.topology("No devices were found") == {}
+
+
+def test_gpus_that_all_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_topology_text", lambda: TOPOLOGY)
+    notes, findings = examined([gpu(0, [1]), gpu(1, [0])])
+    assert notes.data["peer_access"] == {"0-1": {"direct": True, "link": "unknown"}}, "GPU2 is not visible here"
+    notes, findings = examined([gpu(0, [1, 2]), gpu(1, [0, 2]), gpu(2, [0, 1])])
+    assert findings["peer access"].status == "ok"
+    assert "18 NVLinks" in findings["peer access"].value
+    assert notes.data["peer_access"]["0-1"] == {"direct": True, "link": "NV18"}
+
+
+def test_a_pair_without_access_is_named_and_rules_peer_to_peer_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_topology_text", lambda: "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    notes, findings = examined([gpu(0, [1]), gpu(1, [0, 2]), gpu(2, [1])])
+    assert findings["peer access"].status == "note"
+    assert "1 of 3 pairs without: 0-2" in findings["peer access"].value
+    assert "all_to_all" in findings["peer access"].advice
+    assert notes.data["backends"]["peer_to_peer"]["works"] is False
+    assert "0-2" in findings["peer_to_peer"].advice
+    notes, findings = examined([gpu(0, [1]), gpu(1, [0])])
+    assert findings["symmetric memory"].status == findings["peer_to_peer"].status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("capability", "archs", "compiler", "road", "advised"),
+    [
+        ("9.0", ("sm_80", "sm_90a"), None, "compiled in for sm_90", False),
+        ("8.9", ("sm_80", "sm_90a"), None, "compiled in, from the PTX of sm_80", False),
+        ("9.0", (), (80, 90, 100), "by NVRTC for sm_90a", False),
+        ("12.9", (), (80, 90, 120), "by NVRTC for compute_120", False),
+        ("9.0", (), None, "none", True),
+        ("7.0", ("sm_80",), (80, 90), "none", True),
+    ],
+)
+def test_where_a_gpus_kernels_come_from(
+    capability: str, archs: tuple[str, ...], compiler: tuple[int, ...] | None, road: str, advised: bool
+) -> None:
+    found, advice = doctor._road(capability, archs, None if compiler is None else {"archs": compiler})
+    assert found.startswith(road)
+    assert bool(advice) is advised
+
+
+def test_a_machine_without_compilers_or_gpus_says_what_each_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> None:
+        raise MissingDependency("no NVRTC was found (nowhere)")
+
+    monkeypatch.setattr(nvrtc, "find", none)
+    monkeypatch.setattr(doctor, "_version", lambda package: None)
+    notes, findings = examined([], archs="")
+    assert {name for name, finding in findings.items() if finding.status == "missing"} == findings.keys()
+    assert findings.keys() == {"NVRTC", "CuPy", "peer access", "symmetric memory", "peer_to_peer"}
+    assert all(finding.advice for finding in findings.values())
+    assert notes.data["nvrtc"] is None and notes.data["cupy"] is None and notes.data["symmetric_memory"] is False
+
+
+@pytest.mark.parametrize("gpus", [0, 4])
+def test_what_auto_takes_is_what_it_takes(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    everyone = [gpu(i, [j for j in range(gpus) if j != i]) for i in range(gpus)]
+    notes, _ = examined(everyone)
+    doctor.show_choices(notes)
+    assert list(notes.data["auto"]) == ["cpu", "cuda"][: 1 + bool(gpus)]
+    for device, found in notes.data["auto"].items():
+        transport = "nccl" if device == "cuda" else "gloo"
+        facts = doctor._facts(notes, device, found["ranks"], transport)
+        assert found["picked"] == choose(facts, doctor.TRAFFIC).picked
+        line = next(finding for finding in notes.findings if finding.name.endswith(f"on {device}"))
+        assert line.value.startswith(found["picked"])
+        assert found["picked"] not in found["not"]
+
+
+def test_auto_says_why_gpus_without_access_do_not_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    picked = {}
+    for name, devices in {"apart": [gpu(0, []), gpu(1, [])], "joined": [gpu(0, [1]), gpu(1, [0])]}.items():
+        notes, _ = examined(devices)
+        doctor.show_choices(notes)
+        picked[name] = notes.data["auto"]["cuda"]
+    assert picked["joined"]["picked"] == "peer_to_peer"
+    assert picked["apart"]["picked"] != "peer_to_peer"
+    assert "cannot reach" in picked["apart"]["not"]["peer_to_peer"]

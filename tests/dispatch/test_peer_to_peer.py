@@ -1,0 +1,361 @@
+"""What only ``peer_to_peer`` has; the contract is in test_contract.py. Its kernels run on CPU tensors here."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_comm.dispatch import DispatchOptions, Payloads, make_dispatcher
+from moe_comm.dispatch.peer_options import PeerToPeerOptions
+from moe_comm.dispatch.peer_to_peer import PeerToPeerDispatcher
+from moe_comm.errors import ConfigError, InputError, PeerTimeout
+from moe_comm.gpu import turns
+from moe_comm.gpu.launch import Launch, RecordingLauncher, kernel_fields
+from moe_comm.layers import MoEConfig, MoELayer, RouterConfig, check_grads
+from moe_comm.topology import ExpertPlacement
+from tests.dispatch import cases, workers
+from tests.dispatch.cases import BY_NAME
+from tests.dispatch.workers import Job, Told, caught
+from tests.pool import RankPool
+
+pytest.importorskip("moe_comm._C", reason="the native core is not built")
+
+PEERS = PeerToPeerOptions(heap_bytes=1 << 20, emulate=True)
+JOB = Job("peer_to_peer", peers=PEERS)
+SOME = ("plain", "some slots dropped", "uneven experts, one rank without", "hidden 33", "strided bfloat16")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(4) as pool:
+        yield pool
+
+
+def alone(options: PeerToPeerOptions = PEERS, experts: int = 8, **more: Any) -> PeerToPeerDispatcher:
+    settings = DispatchOptions(peer_to_peer=options, **more)
+    return PeerToPeerDispatcher(ExpertPlacement.balanced(experts, 1), None, 0, settings, "cpu")
+
+
+def same(ours: workers.Result, whole: workers.Result) -> bool:
+    fields = ("rows_RD", "y_TD", "x_grad_TD", "weights_grad_TK", "experts_grad")
+    return all(torch.equal(getattr(ours, f), getattr(whole, f)) for f in fields)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_one_rank_has_the_bits_of_plain_torch(name: str) -> None:
+    case = BY_NAME[name]
+    batch, experts = cases.make(case)
+    whole = workers.run_case(case, Job("plain"), None, 0, 1)
+    assert same(workers.layer(alone(experts=case.num_experts), case, batch, experts), whole)
+
+
+# --- relay, payloads, numbers of blocks: the same bits ---
+
+
+def several(rank: int, world: int, job: Job) -> list[tuple[str, bool]]:
+    """SOME cases with the settings of ``job``: does this rank have what ``all_to_all`` gives it?"""
+    found = []
+    for name in SOME:
+        ours = workers.run_case(BY_NAME[name], job, dist.group.WORLD, rank, world)
+        other = replace(job, backend="all_to_all")
+        theirs = workers.run_case(BY_NAME[name], other, dist.group.WORLD, rank, world)
+        found.append((name, same(ours, theirs)))
+    return found
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        replace(JOB, peers=replace(PEERS, relay=True)),
+        replace(JOB, peers=replace(PEERS, num_blocks=1)),
+        replace(JOB, peers=replace(PEERS, num_blocks=1000)),
+        replace(JOB, payloads=Payloads("fp8_block", "fp8_token", "fp8_block", "fp8_block")),
+        replace(JOB, payloads=Payloads("fp8_token_pow2", "bf16"), peers=replace(PEERS, relay=True)),
+    ],
+    ids=["relay", "one block", "a block a token", "fp8", "fp8, relay"],
+)
+def test_settings_do_not_change_bits(job: Job, pool: RankPool) -> None:
+    for of_rank in pool.run(several, job):
+        assert of_rank == [(name, True) for name in SOME]
+
+
+def gradients(rank: int, world: int, job: Job) -> tuple[str, bool, str]:
+    config = MoEConfig(8, 16, RouterConfig(8, 2))
+    layer = MoELayer.build(config, dist.group.WORLD, backend="peer_to_peer", options=job.options)
+    report = check_grads(layer, tokens=5)
+    return layer.dispatcher.name, report.ok, str(report)
+
+
+def test_a_layer_has_right_gradients_through_it(pool: RankPool) -> None:
+    for name, ok, report in pool.run(gradients, replace(JOB, peers=replace(PEERS, heap_bytes=4 << 20))):
+        assert name == "peer_to_peer" and ok, report
+
+
+# --- room ---
+
+
+def no_room(rank: int, world: int, job: Job) -> tuple[Told, Told, bool]:
+    """All rows to the last rank's experts, more than its heap takes; a combine of rows that find no room; a usable
+    call."""
+    dispatcher = workers.build(BY_NAME["plain"], dist.group.WORLD, job, rank, world)
+    x_TD, ids_TK = torch.full((8, 64), float(rank), device=job.device), torch.full((8, 1), 7, device=job.device)
+    full = caught(lambda: dispatcher.dispatch(x_TD, ids_TK, label="moe.3"))
+    found = dispatcher.dispatch(x_TD[:1], torch.tensor([[2 * rank]], device=job.device), label="moe.3")
+    hold = []
+    if rank == world - 1:
+        heap = dispatcher.memory.turns.heap  # type: ignore[attr-defined]
+        hold.append(heap.allocate(heap.room()))
+    weights_TK = torch.ones(1, 1, device=job.device)
+    combine = caught(lambda: dispatcher.combine(found.rows_RD.clone(), weights_TK, found.layout))
+    hold.clear()
+    y_TD = dispatcher.combine(found.rows_RD.clone(), weights_TK, found.layout)
+    return full, combine, torch.equal(y_TD, x_TD[:1])
+
+
+def test_a_full_heap_is_the_same_error_on_every_rank_and_ranks_work_on(pool: RankPool) -> None:
+    job = replace(JOB, peers=replace(PEERS, heap_bytes=4096))
+    for full, combine, works_on in pool.run(no_room, job):
+        assert full[0] == "HeapError" and "rank 3 has no room in its heap for 32 rows" in full[1], full
+        assert "8192 bytes" in full[1] and "4096" in full[1] and "moe.3" in full[1], full
+        assert combine[0] == "HeapError" and works_on, combine
+
+
+def keeps_nothing(rank: int, world: int, job: Job) -> list[int]:
+    dispatcher = workers.build(BY_NAME["plain"], dist.group.WORLD, job, rank, world)
+    heap = dispatcher.memory.turns.heap  # type: ignore[attr-defined]
+    used = []
+    for _ in range(3):
+        batch, experts = cases.make(BY_NAME["plain"])
+        own = dispatcher.local_experts
+        workers.layer(
+            dispatcher, BY_NAME["plain"], batch.part(BY_NAME["plain"], rank, world), experts[own.start : own.stop]
+        )
+        used.append(heap.used)
+    return used
+
+
+def test_forward_and_backward_leave_nothing_in_the_heap(pool: RankPool) -> None:
+    assert pool.run(keeps_nothing, JOB) == [[0, 0, 0]] * 4
+
+
+# --- fixed capacity ---
+
+
+def fixed(rank: int, world: int, job: Job) -> tuple[bool, bool, int, int]:
+    """Capacity that is enough: the bits of ``dispatch``. Then one that is not."""
+    dispatcher = workers.build(BY_NAME["plain"], dist.group.WORLD, job, rank, world)
+    assert isinstance(dispatcher, PeerToPeerDispatcher)
+    g = torch.Generator().manual_seed(rank)
+    x_TD, weights_TK = torch.randn(6, 8, generator=g).to(job.device), torch.rand(6, 2, generator=g).to(job.device)
+    ids_TK = torch.randint(-1, 8, (6, 2), generator=g).to(job.device)
+
+    def run(capacity: bool) -> list[Tensor]:
+        x, w = x_TD.clone().requires_grad_(), weights_TK.clone().requires_grad_()
+        if capacity:
+            sent = dispatcher.dispatch_fixed(x, ids_TK)
+            rows, layout, ends = sent.rows_CD, sent.layout, sent.ends_E.tolist()
+        else:
+            found = dispatcher.dispatch(x, ids_TK)
+            rows, layout = found.rows_RD, found.layout
+            ends = torch.tensor(layout.rows_per_expert).cumsum(0).tolist()
+        y_TD = dispatcher.combine(rows * 2, w, layout)
+        y_TD.backward(torch.ones_like(y_TD))
+        assert x.grad is not None and w.grad is not None
+        return [y_TD.detach(), x.grad, w.grad, rows.detach()[: ends[-1]].clone(), x.new_tensor(ends)]
+
+    enough = all(map(torch.equal, run(True), run(False)))
+    # Six tokens a rank, all to the last expert: 24 rows for 16 places.
+    sent = dispatcher.dispatch_fixed(x_TD, torch.full((6, 1), 7, device=job.device))
+    y_TD = dispatcher.combine(sent.rows_CD, torch.ones(6, 1, device=job.device), sent.layout)
+    kept = max(0, min(6, 16 - 6 * rank))
+    dropped_are_zero = torch.equal(y_TD[:kept], x_TD[:kept]) and not bool(y_TD[kept:].any())
+    return enough, dropped_are_zero, dispatcher.overflow, sent.ends_E[-1].item()  # type: ignore[return-value]
+
+
+def test_fixed_capacity_has_the_bits_of_exact_dispatch_and_drops_what_finds_no_room(pool: RankPool) -> None:
+    found = pool.run(fixed, replace(JOB, peers=replace(PEERS, capacity_rows=16)))
+    assert [of_rank[:2] for of_rank in found] == [(True, True)] * 4
+    assert [of_rank[2] for of_rank in found] == [0, 0, 2, 6], "slots without room, by the rank that sent them"
+    assert [of_rank[3] for of_rank in found] == [0, 0, 0, 16]
+
+
+def test_fixed_dispatch_needs_a_capacity() -> None:
+    with pytest.raises(ConfigError, match="capacity_rows"):
+        alone().dispatch_fixed(torch.ones(1, 4), torch.zeros(1, 1, dtype=torch.int64))
+
+
+# --- few rows ---
+
+
+def few(rank: int, world: int, job: Job) -> tuple[bool, Told, Told]:
+    """Several rounds of decoding: the bits of dispatch and combine? Then what is refused."""
+    dispatcher = workers.build(BY_NAME["plain"], dist.group.WORLD, job, rank, world)
+    assert isinstance(dispatcher, PeerToPeerDispatcher)
+    good = True
+    for step in range(5):
+        g = torch.Generator().manual_seed(10 * step + rank)
+        tokens = (rank + step) % 4
+        x_TD = torch.randn(tokens, 40, generator=g)
+        ids_TK = torch.rand(tokens, 8, generator=g).argsort(1)[:, :3]
+        ids_TK[:, 1:].masked_fill_(torch.rand(tokens, 2, generator=g) < 0.3, -1)
+        weights_TK = torch.rand(tokens, 3, generator=g)
+        x_TD, ids_TK, weights_TK = (t.to(job.device) for t in (x_TD, ids_TK, weights_TK))
+        expected = dispatcher.dispatch(x_TD, ids_TK)
+        y_TD = dispatcher.combine(expected.rows_RD * 2, weights_TK, expected.layout)
+        sent = dispatcher.low_latency_dispatch(x_TD, ids_TK, 4)
+        rows_LND, counts_LW = sent.receive()
+        rows = [rows_LND[e, 4 * w :][: counts_LW[e, w]] for e in range(len(counts_LW)) for w in range(world)]
+        good &= torch.equal(torch.cat(rows), expected.rows_RD)
+        in_place = step % 2 == 1
+        results = torch.mul(rows_LND, 2, out=sent.results) if in_place else rows_LND * 2
+        good &= torch.equal(dispatcher.low_latency_combine(results, weights_TK, sent), y_TD)
+    x_TD, ids_TK = torch.ones(5, 40, device=job.device), torch.zeros(5, 1, dtype=torch.int64, device=job.device)
+    many = caught(lambda: dispatcher.low_latency_dispatch(x_TD, ids_TK, 4))
+    sent = dispatcher.low_latency_dispatch(x_TD[:1], ids_TK[:1], 4)
+    between = caught(lambda: dispatcher.dispatch(x_TD[:1], ids_TK[:1]))
+    dispatcher.low_latency_combine(sent.receive()[0], x_TD[:1, :1], sent)
+    return good, many, between
+
+
+@pytest.mark.parametrize("payload", ["same", "fp8_block"])
+def test_few_rows_have_the_bits_of_dispatch_and_combine(payload: Any, pool: RankPool) -> None:
+    for good, many, between in pool.run(few, replace(JOB, payloads=Payloads(dispatch=payload))):
+        assert good
+        assert many[0] == "InputError" and "5 tokens" in many[1]
+        assert between[0] == "ConfigError" and "low_latency_combine" in between[1]
+
+
+# --- what is launched ---
+
+
+def _write(address: int, *values: int) -> None:
+    for i, value in enumerate(values):
+        ctypes.c_int64.from_address(address + 8 * i).value = value
+
+
+def _device(launch: Launch) -> None:
+    """As much of a device as the host relies on: meetings of one rank that has three rows for expert 0, one for 1."""
+    if launch.kernel == "meet":
+        words = launch.words
+        _write(words["report_at"], ctypes.c_int64.from_address(words["report_at"]).value + 1)
+        header = (ctypes.c_int64 * 49).from_address(words["header_at"])
+        _write(words["all_headers_at"], *header)
+        if words["with_counts"]:
+            _write(words["host_counts_at"], 3, 1)
+
+
+def test_launches_of_a_step_with_their_grids_and_words() -> None:
+    launcher = RecordingLauncher(kernel_fields(), _device)
+    options = DispatchOptions(peer_to_peer=replace(PEERS, num_blocks=2, relay=True))
+    dispatcher = PeerToPeerDispatcher(ExpertPlacement.balanced(2, 1), None, 0, options, "cpu", launcher)
+    x_TD = torch.zeros(2, 12, dtype=torch.bfloat16)[:, :6].requires_grad_()
+    ids_TK, weights_TK = torch.tensor([[0, 0], [0, 1]]), torch.ones(2, 2, requires_grad=True)
+    sent = dispatcher.dispatch(x_TD, ids_TK)
+    assert sent.layout.rows_per_expert == (3, 1) and sent.rows_RD.shape == (4, 6)
+    seen = launcher.launches
+    assert [launch.kernel for launch in seen] == ["count", "meet", "meet", "push", "arrive", "fan_out"]
+    assert [launch.grid for launch in seen] == [2, 1, 1, 2, 1, 2]
+    count, counts, offers, push, arrive, fan_out = (launch.words for launch in seen)
+    assert (count["tokens"], count["top_k"], count["chunk"], count["chunks"]) == (2, 2, 2, 2)
+    assert count["ids_at"] == ids_TK.data_ptr() and counts["counts_at"] == count["counts_at"] == push["counts_at"]
+    assert counts["with_counts"] == 1 and offers["with_counts"] == 0
+    start = dispatcher.memory.turns.blocks.addresses[0]
+    assert offers["offer_0"] == sent.rows_RD.data_ptr() - start and offers["offer_4"] == -1
+    assert offers["offer_3"] == fan_out["links_at"] - start and fan_out["rows_at"] == sent.rows_RD.data_ptr()
+    assert (push["hidden"], push["dtype"], push["stride"], push["relay"], push["format"]) == (6, 1, 24, 1, 0)
+    assert push["x_at"] == x_TD.data_ptr() and push["offers_at"] == offers["offers_at"]
+    assert push["all_counts_at"] == arrive["all_counts_at"] == counts["all_counts_at"]
+    assert push["timeout_ns"] == 300 * 10**9
+
+    seen.clear()
+    y_TD = dispatcher.combine(sent.rows_RD, weights_TK, sent.layout)
+    y_TD.sum().backward()
+    assert [launch.kernel for launch in seen] == [
+        "meet",
+        "sum",
+        "done",
+        "meet",
+        "spread",
+        "done",
+        "meet",
+        "sum",
+        "done",
+    ]
+    told, total, _, told_back, spread, _, _, unweighted, _ = (launch.words for launch in seen)
+    assert told["offer_0"] == sent.rows_RD.data_ptr() - start, "read in place"
+    assert total["y_at"] == y_TD.data_ptr() and total["place_at"] == push["place_at"] == spread["place_at"]
+    assert total["weights_at"] and not unweighted["weights_at"]
+    assert told_back["offer_0"] == told["offer_0"] != told_back["offer_1"] and spread["dots_at"]
+    assert [launch.grid for launch in seen] == [1, 2, 1] * 3
+
+
+def test_launches_without_the_host_and_of_few_rows() -> None:
+    launcher = RecordingLauncher(kernel_fields(), _device)
+    options = DispatchOptions(peer_to_peer=replace(PEERS, capacity_rows=9))
+    dispatcher = PeerToPeerDispatcher(ExpertPlacement.balanced(2, 1), None, 0, options, "cpu", launcher)
+    x_TD, ids_TK, seen = torch.zeros(2, 6), torch.tensor([[0, 0], [0, 1]]), launcher.launches
+    sent = dispatcher.dispatch_fixed(x_TD, ids_TK)
+    assert [launch.kernel for launch in seen] == ["count", "meet", "push", "arrive"], "one turn"
+    assert seen[1].words["offer_4"] == 9 and seen[1].words["with_counts"] == 1
+    assert seen[2].words["offers_at"] == seen[1].words["offers_at"] and sent.rows_CD.shape == (9, 6)
+    assert sent.ends_E.dtype == torch.int32 and sent.layout.num_rows == 9
+
+    for again in range(2):
+        seen.clear()
+        few_sent = dispatcher.low_latency_dispatch(x_TD, ids_TK, 4)
+        rows_LND, _ = few_sent.receive()
+        dispatcher.low_latency_combine(rows_LND, torch.ones(2, 2), few_sent)
+        kernels = ["ll_send", "ll_arrive", "ll_ready", "sum"]
+        assert [launch.kernel for launch in seen] == (kernels if again else ["meet", "meet", *kernels])
+        send, total = seen[-4], seen[-1]
+        assert rows_LND.shape == (2, 4, 6) and send.grid == 2 * send.words["parts"] == 8
+        assert send.words["max_tokens"] == 4 and send.words["place_at"] == total.words["place_at"]
+        assert send.words["offers_at"] != total.words["offers_at"]
+
+
+def test_what_fails_while_nobody_waits_comes_with_the_next_call_and_ends_it() -> None:
+    """As on a GPU."""
+    dispatcher = alone()
+    dispatcher.memory.turns._report[1:6] = torch.tensor([turns.TIMED_OUT, 0, turns.ARRIVED, 7, 6])
+    for _ in range(2):
+        with pytest.raises(PeerTimeout, match="for rank 0 to send its rows; its word stands at 6, not 7"):
+            dispatcher.dispatch(torch.ones(1, 4), torch.zeros(1, 1, dtype=torch.int64))
+        dispatcher.memory.turns._report.zero_()
+    with pytest.raises(PeerTimeout):
+        dispatcher.check()
+
+
+def test_what_it_is_not_for_is_refused() -> None:
+    placement = ExpertPlacement.balanced(2, 1)
+    with pytest.raises(ConfigError, match="emulate=True"):
+        PeerToPeerDispatcher(placement, None, 0, DispatchOptions(), "cpu")
+    with pytest.raises(InputError, match="float64"):
+        alone().dispatch(torch.ones(1, 4, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.int64))
+    for name in ("heap_bytes", "num_blocks", "capacity_rows"):
+        with pytest.raises(ConfigError, match=name):
+            PeerToPeerOptions(**{name: 0})
+
+
+def built(rank: int, world: int, job: Job) -> tuple[str, str, Told, Told]:
+    group, options = dist.group.WORLD, job.options
+    different = DispatchOptions(peer_to_peer=replace(PEERS, num_blocks=1 + rank))
+    return (
+        make_dispatcher(4, group, "peer_to_peer", options=options).name,
+        make_dispatcher(4, group, options=options).name,
+        caught(lambda: make_dispatcher(4, group, "peer_to_peer")),
+        caught(lambda: make_dispatcher(4, group, "peer_to_peer", options=different)),
+    )
+
+
+def test_on_the_cpu_it_is_had_by_asking_for_the_emulation_and_never_by_auto(pool: RankPool) -> None:
+    for name, auto, unasked, different in pool.run(built, JOB):
+        assert (name, auto) == ("peer_to_peer", "shared_memory")
+        assert unasked[0] == "ConfigError" and "emulate=True" in unasked[1]
+        assert different[0] == "RankMismatch" and "options of peer_to_peer" in different[1]

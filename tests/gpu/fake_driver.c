@@ -1,0 +1,80 @@
+// A CUDA driver for tests: keeps what it was told and answers as the real one would. One device, one context a device.
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#define API __attribute__((visibility("default")))
+
+struct launch {
+  int64_t function, grid, block, shared, stream, context;
+  unsigned char words[512];
+};
+
+static _Thread_local int64_t current;
+static struct launch launches[16];
+static int num_launches, refuse_next;
+static int64_t attributes[8][3];
+static int num_attributes;
+static char loaded[64];
+
+API int cuInit(unsigned flags) { return flags != 0; }
+API int cuDevicePrimaryCtxRetain(void** context, int device) {
+  *context = (void*)(intptr_t)(1000 + device);
+  return 0;
+}
+API int cuCtxGetCurrent(void** context) {
+  *context = (void*)(intptr_t)current;
+  return 0;
+}
+API int cuCtxSetCurrent(void* context) {
+  current = (intptr_t)context;
+  return 0;
+}
+API int cuModuleLoadData(void** module, const void* image) {
+  if (!current) return 201;
+  memcpy(loaded, image, 5);
+  *module = loaded;
+  return 0;
+}
+API int cuModuleGetFunction(void** function, void* module, const char* name) {
+  if (module != loaded || !strcmp(name, "p2p_absent")) return 500;
+  *function = (void*)(intptr_t)(name[strlen(name) - 1]);  // its last letter
+  return 0;
+}
+API int cuFuncSetAttribute(void* function, int attribute, int value) {
+  int64_t* kept = attributes[num_attributes++];
+  kept[0] = (intptr_t)function, kept[1] = attribute, kept[2] = value;
+  return 0;
+}
+API int cuLaunchKernel(void* function, unsigned grid, unsigned grid_y, unsigned grid_z, unsigned block, unsigned block_y,
+                       unsigned block_z, unsigned shared, void* stream, void** arguments, void** extra) {
+  if (refuse_next) {
+    refuse_next = 0;
+    return 700;
+  }
+  if (grid_y != 1 || grid_z != 1 || block_y != 1 || block_z != 1 || extra) return 1;
+  struct launch* kept = &launches[num_launches++];
+  kept->function = (intptr_t)function, kept->grid = grid, kept->block = block, kept->shared = shared;
+  kept->stream = (intptr_t)stream, kept->context = current;
+  memcpy(kept->words, arguments[0], 3 * 8);
+  return 0;
+}
+API int cuGetErrorName(int status, const char** text) {
+  *text = status == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : "CUDA_ERROR_OTHER";
+  return 0;
+}
+API int cuGetErrorString(int status, const char** text) {
+  *text = "in words";
+  return status < 0;
+}
+
+API struct launch* fake_launches(int* count) {
+  *count = num_launches;
+  return launches;
+}
+API int64_t* fake_attributes(int* count) {
+  *count = num_attributes;
+  return attributes[0];
+}
+API const char* fake_loaded(void) { return loaded; }
+API void fake_refuse_next(void) { refuse_next = 1; }

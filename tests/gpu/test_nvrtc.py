@@ -1,0 +1,267 @@
+"""Device code compiles at run time without a GPU, is kept on disk, and is launched as the driver wants it."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import struct
+import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_comm.errors import ConfigError, KernelError, MissingDependency
+from moe_comm.gpu import driver, nvrtc
+from moe_comm.gpu.ahead import read_tree
+from moe_comm.gpu.launch import kernel_fields
+from moe_comm.gpu.nvrtc import Nvrtc
+
+CSRC = Path(__file__).parents[2] / "csrc"
+FILES = {
+    "cuda/add.cu": '#include "cuda/words.h"\n'
+    'extern "C" __global__ void p2p_add(const __grid_constant__ Words w) { *(long long*)w.at = w.a + w.b; }\n',
+    "cuda/words.h": "#pragma once\nstruct Words { long long at, a, b; };\n",
+    "cuda/other.h": "never included\n",
+}
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Nvrtc:
+    try:
+        return nvrtc.find()
+    except MissingDependency as error:
+        pytest.skip(str(error))
+
+
+class Counting:
+    """An NVRTC that compiles nothing and counts."""
+
+    version = (13, 0)
+
+    def __init__(self) -> None:
+        self.compiled = 0
+
+    def compile(self, source: str, headers: dict[str, str], arch: str) -> bytes:
+        self.compiled += 1
+        return f"{arch} {sorted(headers)}".encode()
+
+
+def kept(folder: Path, compiler: object, files: dict[str, str] = FILES, arch: str = "sm_90a") -> bytes:
+    return nvrtc.kernels(arch, compiler=compiler, sources=files, source="cuda/add.cu", folder=folder)  # type: ignore[arg-type]
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_80", marks=SLOW), pytest.param("sm_100a", marks=SLOW)])
+def test_our_kernels_compile_without_a_gpu(compiler: Nvrtc, arch: str, tmp_path: Path) -> None:
+    sources = read_tree(CSRC)
+    code = nvrtc.kernels(arch, compiler=compiler, sources=sources, folder=tmp_path)
+    assert code.startswith(b"\x7fELF")
+    names = re.findall(r"^MOE_P2P_KERNEL\((\w+),", sources[nvrtc.SOURCE], re.MULTILINE)
+    assert len(names) > 5
+    for name in names:
+        assert f"p2p_{name}\0".encode() in code, name
+
+
+def test_the_native_core_carries_the_tree_s_device_code() -> None:
+    pytest.importorskip("moe_comm._C", reason="the native core is not built")
+    carried = nvrtc.needed(nvrtc.SOURCE, nvrtc.carried_sources())
+    assert carried == nvrtc.needed(nvrtc.SOURCE, read_tree(CSRC)), "rebuild the native core"
+    names = re.findall(r"^MOE_P2P_KERNEL\((\w+),", carried[nvrtc.SOURCE], re.MULTILINE)
+    assert set(names) == kernel_fields().keys()
+
+
+def test_ptx_serves_a_gpu_newer_than_the_compiler(compiler: Nvrtc) -> None:
+    arch = nvrtc.arch_for((99, 0), compiler.archs)
+    assert arch == f"compute_{max(compiler.archs)}"
+    assert b".visible .entry p2p_add" in compiler.compile("cuda/add.cu", FILES, arch)
+
+
+def test_what_the_compiler_says_is_in_the_error(compiler: Nvrtc) -> None:
+    broken = FILES | {"cuda/words.h": "struct Words { long long at, a; };\n"}
+    with pytest.raises(KernelError, match=r'could not compile cuda/add.cu for sm_90a(.|\n)*has no member "b"'):
+        compiler.compile("cuda/add.cu", broken, "sm_90a")
+    with pytest.raises(KernelError, match=r"cuda/add.cu for sm_1"):
+        compiler.compile("cuda/add.cu", FILES, "sm_1")
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"),
+    [((8, 0), "sm_80"), ((8, 9), "sm_89"), ((9, 0), "sm_90a"), ((10, 0), "sm_100a"), ((10, 9), "compute_103")],
+)
+def test_a_gpu_gets_code_of_its_own_generation(capability: tuple[int, int], arch: str) -> None:
+    assert nvrtc.arch_for(capability, (103, 80, 89, 90, 100)) == arch
+
+
+def test_a_gpu_that_is_too_old_is_refused() -> None:
+    with pytest.raises(KernelError, match=r"sm_80 and newer, and this GPU is sm_70"):
+        nvrtc.arch_for((7, 0), (80, 90))
+
+
+def test_kernels_are_compiled_once_and_again_when_anything_changes(tmp_path: Path) -> None:
+    counting = Counting()
+    first = kept(tmp_path, counting)
+    assert first == b"sm_90a ['cuda/add.cu', 'cuda/words.h']"
+    assert kept(tmp_path, counting) == first
+    assert kept(tmp_path, counting, FILES | {"cuda/other.h": "changed"}) == first, "it is not included"
+    assert counting.compiled == 1
+    kept(tmp_path, counting, FILES | {"cuda/words.h": FILES["cuda/words.h"] + "// changed\n"})
+    kept(tmp_path, counting, arch="sm_80")
+    counting.version = (13, 1)
+    kept(tmp_path, counting)
+    assert counting.compiled == 4
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+@pytest.mark.parametrize("damage", [lambda whole: whole[:-1], lambda whole: b"", lambda whole: whole + b"x"])
+def test_a_damaged_file_is_compiled_anew(tmp_path: Path, damage: object) -> None:
+    counting = Counting()
+    code = kept(tmp_path, counting)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(damage(path.read_bytes()))  # type: ignore[operator]
+    assert kept(tmp_path, counting) == code
+    assert counting.compiled == 2
+    assert kept(tmp_path, counting) == code
+    assert counting.compiled == 2
+
+
+def test_many_may_compile_at_once_and_leave_one_whole_file(tmp_path: Path) -> None:
+    at_once = threading.Barrier(8)
+
+    class Slow(Counting):
+        def compile(self, source: str, headers: dict[str, str], arch: str) -> bytes:
+            at_once.wait(30)
+            return b"x" * 100_000
+
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda _: kept(tmp_path, Slow()), range(8)))
+    assert set(found) == {b"x" * 100_000}
+    assert [path.suffix for path in tmp_path.iterdir()] == [".bin"]
+
+
+def test_a_folder_that_cannot_be_written_to_is_a_notice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    assert kept(tmp_path / "file" / "kernels", Counting()).startswith(b"sm_90a")
+    assert "compiles them again" in caplog.text
+
+
+def test_the_cache_is_where_xdg_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert nvrtc.cache_folder() == tmp_path / "moe_comm" / "kernels"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which XDG says to ignore
+    assert nvrtc.cache_folder() == Path.home() / ".cache" / "moe_comm" / "kernels"
+
+
+# --- the driver, played by a library that writes down what it is told ---
+
+FIELDS = {"add": ("at", "a", "b"), "sum": ("at", "a", "b")}
+
+
+class Launched(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("function", "grid", "block", "shared", "stream", "context")),
+        ("words", ctypes.c_ubyte * 512),
+    )
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cc = shutil.which("cc") or shutil.which("gcc")
+    if cc is None:
+        pytest.skip("needs a C compiler")
+    path = tmp_path_factory.mktemp("driver") / "libcuda.so"
+    source = Path(__file__).with_name("fake_driver.c")
+    subprocess.run([cc, "-shared", "-fPIC", "-Wall", "-Werror", "-o", path, source], check=True, timeout=60)
+    return path
+
+
+@pytest.fixture
+def fake(library: Path, tmp_path: Path) -> tuple[driver.Driver, ctypes.CDLL]:
+    path = shutil.copy(library, tmp_path / "libcuda.so")  # another file: another, empty memory
+    found = ctypes.CDLL(path)
+    found.fake_launches.restype = ctypes.POINTER(Launched)
+    found.fake_attributes.restype = ctypes.POINTER(ctypes.c_int64)
+    found.fake_loaded.restype = ctypes.c_char_p
+    return driver.Driver(path), found
+
+
+def launcher(given: driver.Driver, device: int = 0, code: bytes = b"code!") -> driver.NvrtcLauncher:
+    return driver.NvrtcLauncher(torch.device("cuda", device), code=code, fields=FIELDS, driver=given)
+
+
+def launches(library: ctypes.CDLL) -> list[Launched]:
+    count = ctypes.c_int()
+    first = library.fake_launches(ctypes.byref(count))
+    return [first[i] for i in range(count.value)]
+
+
+def test_a_launch_reaches_the_driver_with_its_words_in_order(fake: tuple[driver.Driver, ctypes.CDLL]) -> None:
+    given, library = fake
+    ours = launcher(given)
+    assert library.fake_loaded() == b"code!"
+    ours.launch("add", 7, 256, 1024, 99, {"b": -3, "at": 1 << 40, "a": 2})
+    ours.launch("sum", 1, 32, 0, 0, {"at": 0, "a": 0, "b": 0})
+    ours.launch("sum", 0, 32, 0, 0, {"at": 0, "a": 0, "b": 0})
+    first, second = launches(library)  # an empty grid is none
+    assert (first.function, first.grid, first.block, first.shared, first.stream) == (ord("d"), 7, 256, 1024, 99)
+    assert struct.unpack("3q", bytes(first.words[:24])) == (1 << 40, 2, -3)
+    assert (second.function, second.grid, second.block) == (ord("m"), 1, 32)
+
+
+def test_every_thread_launches_in_the_device_s_context_and_gets_its_own_back(
+    fake: tuple[driver.Driver, ctypes.CDLL],
+) -> None:
+    given, library = fake
+    words = {"at": 0, "a": 0, "b": 0}
+    ours = [launcher(given, 0), launcher(given, 3)]
+
+    def launch_all() -> int | None:
+        current = ctypes.c_void_p()
+        given.set_context(ctypes.c_void_p(1000))
+        for each in ours:
+            each.launch("add", 1, 1, 0, 0, words)
+        given.get_context(ctypes.byref(current))
+        return current.value
+
+    thread = threading.Thread(target=lambda: ours[1].launch("add", 1, 1, 0, 0, words))
+    thread.start()
+    thread.join(30)
+    assert launch_all() == 1000
+    assert [launch.context for launch in launches(library)] == [1003, 1000, 1003]
+
+
+def test_more_shared_memory_than_a_block_gets_unasked_is_asked_for_once(
+    fake: tuple[driver.Driver, ctypes.CDLL],
+) -> None:
+    given, library = fake
+    ours = launcher(given)
+    for shared in (48 * 1024, 100_000, 60_000, 100_000, 200_000):
+        ours.launch("add", 1, 32, shared, 0, {"at": 0, "a": 0, "b": 0})
+    count = ctypes.c_int()
+    asked = library.fake_attributes(ctypes.byref(count))
+    assert [asked[3 * i + 2] for i in range(count.value)] == [100_000, 200_000]
+    assert [launch.shared for launch in launches(library)] == [48 * 1024, 100_000, 60_000, 100_000, 200_000]
+
+
+def test_what_the_driver_refuses_is_an_error_with_its_words(fake: tuple[driver.Driver, ctypes.CDLL]) -> None:
+    given, library = fake
+    ours = launcher(given)
+    library.fake_refuse_next()
+    with pytest.raises(KernelError, match=r"cuLaunchKernel with error 700 \(CUDA_ERROR_ILLEGAL_ADDRESS: in words\)"):
+        ours.launch("add", 1, 1, 0, 0, {"at": 0, "a": 0, "b": 0})
+    with pytest.raises(ConfigError, match="missing words"):
+        ours.launch("add", 1, 1, 0, 0, {"at": 0})
+    with pytest.raises(KernelError, match="cuModuleGetFunction"):
+        driver.NvrtcLauncher(torch.device("cuda", 0), code=b"code!", fields={"absent": ()}, driver=given)
+    ours.launch("add", 1, 1, 0, 0, {"at": 0, "a": 0, "b": 0})
+    assert len(launches(library)) == 1
+
+
+def test_a_machine_without_a_driver_says_so() -> None:
+    with pytest.raises(KernelError, match="there is no CUDA driver"):
+        driver.Driver("libcuda-that-is-not-there.so.1")

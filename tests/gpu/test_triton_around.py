@@ -1,0 +1,146 @@
+"""The Triton kernels around dispatch on a GPU, at layers' sizes: the CPU's bits where they are promised, or float64.
+
+``tests/kernels/triton`` holds the same kernels against the same references in Triton's interpreter, at odd sizes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_comm.dispatch import plain
+from moe_comm.dispatch.payload import Payload, decode, encode
+from moe_comm.kernels.swiglu import swiglu_backward_reference, swiglu_forward_reference
+from moe_comm.layers.router import Router, RouterConfig
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+]
+DEVICE = "cuda"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TOKENS, TOP_K, EXPERTS, WIDTHS = 300, 8, 32, (1024, 7168, 999)
+
+
+def _drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gathers_sums_and_dot_products_have_the_cpus_bits(dtype: torch.dtype, width: int) -> None:
+    from moe_comm.kernels.triton.scale_rows import scale_rows_, spread
+    from moe_comm.kernels.triton.take_rows import take_rows
+    from moe_comm.kernels.triton.weighted_sum import weighted_sum
+
+    generator = torch.Generator().manual_seed(0)
+    ids_TK = torch.rand(TOKENS, EXPERTS, generator=generator).topk(TOP_K).indices
+    ids_TK = ids_TK.masked_fill(torch.rand(TOKENS, TOP_K, generator=generator) < 0.1, -1)
+    order, place_TK = plain.order_slots(ids_TK, EXPERTS)
+    num_rows = int((ids_TK >= 0).sum())
+    x_TD, grad_TD = _drawn(TOKENS, width, dtype=dtype), _drawn(TOKENS, width, dtype=dtype, seed=1)
+    weights_TK, token_R = _drawn(TOKENS, TOP_K, seed=2), order[:num_rows] // TOP_K
+    rows_RD = take_rows(x_TD.to(DEVICE), token_R.to(DEVICE))
+    assert torch.equal(rows_RD.cpu(), x_TD[token_R])
+    place, weights = place_TK.to(DEVICE), weights_TK.to(DEVICE)
+    for w, on_cpu in ((weights, weights_TK), (None, None)):
+        assert torch.equal(weighted_sum(rows_RD, place, w).cpu(), plain.weighted_sum(x_TD[token_R], place_TK, on_cpu))
+    grad_RD, grad_TK = spread(grad_TD.to(DEVICE), place, weights, num_rows, rows_RD)
+    assert torch.equal(grad_RD.cpu(), plain.spread(grad_TD, place_TK, weights_TK, num_rows))
+    assert grad_TK is not None
+    assert torch.equal(grad_TK.cpu(), plain.weight_grad(grad_TD, x_TD[token_R], place_TK))
+    factor_T, scaled_TD = _drawn(TOKENS, seed=3), x_TD.to(DEVICE, copy=True)
+    dots_T = scale_rows_(scaled_TD, factor_T.to(DEVICE), grad_TD.to(DEVICE))
+    assert dots_T is not None
+    assert torch.equal(dots_T.cpu(), plain.lane_dot(x_TD, grad_TD))
+    assert torch.equal(scaled_TD.cpu(), plain.scale(x_TD, factor_T))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_swiglu_agrees_with_float64_and_fp8_has_the_cpus_bytes(dtype: torch.dtype) -> None:
+    from moe_comm.kernels.swiglu import swiglu
+    from moe_comm.kernels.triton import quantize
+
+    for width in (2048, 1000):
+        h_RG, grad_RF = _drawn(50, 2 * width, dtype=dtype), _drawn(50, width, dtype=dtype, seed=1)
+        act, grad_h = torch.empty(50, width, dtype=torch.float64), torch.empty(50, 2 * width, dtype=torch.float64)
+        swiglu_forward_reference(h_RG.double(), act)
+        swiglu_backward_reference(h_RG.double(), grad_RF.double(), grad_h, None)
+        leaf = h_RG.to(DEVICE).requires_grad_()
+        found = swiglu(leaf)
+        found.backward(grad_RF.to(DEVICE))
+        torch.testing.assert_close(found.cpu(), act.to(dtype))
+        assert leaf.grad is not None
+        torch.testing.assert_close(leaf.grad.cpu(), grad_h.to(dtype))
+        for kind, power_of_two in (("token", False), ("block", False), ("block", True)):
+            payload = Payload("fp8", "token" if kind == "token" else "block", power_of_two)
+            scales = quantize.Scales(kind == "token", power_of_two)
+            packed_RB = encode(h_RG, payload)
+            assert torch.equal(quantize.quantize(h_RG.to(DEVICE), scales).cpu(), packed_RB)
+            back_RG = quantize.dequantize(packed_RB.to(DEVICE), scales, 2 * width, dtype)
+            assert torch.equal(back_RG.cpu(), decode(packed_RB, payload, 2 * width, dtype))
+            fused = quantize.swiglu_quantize(leaf.detach(), scales).cpu()
+            assert torch.equal(fused, encode(found.detach().cpu(), payload))
+            fused = quantize.swiglu_backward_quantize(leaf.detach(), grad_RF.to(DEVICE), scales).cpu()
+            assert torch.equal(fused, encode(leaf.grad.cpu(), payload))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        RouterConfig(256, 8, "sigmoid", scale=2.5, num_groups=8, top_groups=4, correction_bias=True),
+        RouterConfig(128, 8, "softmax"),
+        RouterConfig(60, 4, "softmax", normalize=False),
+        RouterConfig(32, 4, "topk_softmax"),
+    ],
+    ids=lambda config: f"{config.score} {config.num_experts}",
+)
+def test_routing_agrees_with_float64_and_repeats_its_bits(config: RouterConfig) -> None:
+    from moe_comm.kernels.triton.router import route
+
+    router = Router(4, config)
+    if router.correction_bias is not None:
+        router.correction_bias.copy_(_drawn(config.num_experts, seed=1) * 0.1)
+    logits_TE = _drawn(500, config.num_experts)
+    wide, ours = logits_TE.double().requires_grad_(), logits_TE.to(DEVICE).requires_grad_()
+    scores_TE = router._scores(wide)
+    ids_TK = router._choose(wide.detach(), scores_TE.detach())
+    weights_TK = router._weights(wide, scores_TE, ids_TK)
+    bias = None if router.correction_bias is None else router.correction_bias.to(DEVICE)
+    found_ids, found_TK, _ = route(ours, bias, config)
+    same_T = (found_ids.cpu() == ids_TK).all(-1)
+    assert same_T.float().mean() > 0.99  # the others are closer to a tie than fp32 can tell
+    grad_TK = _drawn(500, config.top_k, seed=2) * same_T[:, None]
+    torch.testing.assert_close(found_TK.cpu()[same_T].double(), weights_TK[same_T], rtol=1e-4, atol=1e-6)
+    (found,) = torch.autograd.grad(found_TK, ours, grad_TK.to(DEVICE))
+    (expected,) = torch.autograd.grad(weights_TK, wide, grad_TK.double())
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-3, atol=1e-6)
+    alone = route(ours.detach()[7:9], bias, config)
+    assert torch.equal(alone[0], found_ids[7:9]) and torch.equal(alone[1], found_TK[7:9])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_grouped_products_and_gradients_agree_with_float64(dtype: torch.dtype) -> None:
+    from moe_comm.kernels.triton.grouped_mm import grouped_mm
+
+    for counts, inner, columns in (([300, 0, 77, 1], 512, 768), ([3, 0, 5, 1], 512, 256), ([130, 200], 100, 36)):
+        rows_RD = _drawn(sum(counts), inner, dtype=dtype)
+        w_END = _drawn(len(counts), columns, inner, dtype=dtype, seed=1) / inner**0.5
+        grad_RN = _drawn(sum(counts), columns, dtype=dtype, seed=2)
+        wide, wide_w = rows_RD.double().requires_grad_(), w_END.double().requires_grad_()
+        expected = torch.cat([part @ wide_w[e].T for e, part in enumerate(wide.split(counts))])
+        expected.backward(grad_RN.double())
+        ours, w = rows_RD.to(DEVICE).requires_grad_(), w_END.to(DEVICE).requires_grad_()
+        out_RN = grouped_mm(ours, w, torch.tensor(counts, device=DEVICE))
+        out_RN.backward(grad_RN.to(DEVICE))
+        close = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+        for found, right in ((out_RN, expected), (ours.grad, wide.grad), (w.grad, wide_w.grad)):
+            assert found is not None and right is not None
+            error = (found.detach().cpu().double() - right).norm() / right.norm()
+            assert error < close, (counts, error)
+        assert w.grad is not None
+        assert not any(w.grad[e].any() for e, count in enumerate(counts) if not count)

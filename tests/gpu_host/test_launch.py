@@ -1,0 +1,157 @@
+"""What goes to kernels: words by name, and what the host and the device code must agree on."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import torch
+
+from moe_comm.dispatch import header, peer_access
+from moe_comm.dispatch.payload import Payload
+from moe_comm.dispatch.peer_rows import Form
+from moe_comm.errors import ConfigError, MissingDependency
+from moe_comm.gpu import driver, launch, nvrtc, turns
+from moe_comm.gpu.launch import Packer, RecordingLauncher, kernel_constants, kernel_fields
+from moe_comm.runtime.shared import DTYPE_CODES
+
+core = pytest.importorskip("moe_comm._C", reason="the native core is not built")
+FIELDS = {"add": ("a_at", "b_at", "count")}
+
+
+def test_words_go_into_the_struct_in_the_order_of_their_names() -> None:
+    assert Packer(FIELDS).pack("add", {"count": -3, "a_at": 1, "b_at": 2**62}) == struct.pack("=3q", 1, 2**62, -3)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "words", "said"),
+    [
+        ("sub", {}, "no kernel 'sub'; known: add"),
+        ("add", {"a_at": 1, "b_at": 2}, r"missing words \['count'\]"),
+        ("add", {"a_at": 1, "b_at": 2, "cuont": 3}, r"missing words \['count'\], unknown words \['cuont'\]"),
+        ("add", {"a_at": 1, "b_at": 2, "count": 2**63}, "no int64"),
+        ("add", {"a_at": 1, "b_at": 2, "count": 0.5}, "no int64"),
+    ],
+)
+def test_wrong_words_are_an_error_before_a_launch(kernel: str, words: dict[str, int], said: str) -> None:
+    launcher = RecordingLauncher(FIELDS)
+    with pytest.raises(ConfigError, match=said):
+        launcher.launch(kernel, 1, 32, 0, 0, words)
+    assert not launcher.launches
+
+
+def test_every_kernel_begins_with_the_words_of_the_group() -> None:
+    group = kernel_fields()["done"]
+    assert group[0] == "world" and group[-1] == "timeout_ns"
+    assert all(names[: len(group)] == group for names in kernel_fields().values())
+
+
+def test_the_host_counts_as_the_device_code_does() -> None:
+    constants = kernel_constants()
+    ours = {
+        "header_words": header.WORDS,
+        "compared_words": header.NUM_COMPARED,
+        "fault_word": header.FAULT_SLOT,
+        "bad_ids_word": turns.BAD_IDS_WORD,
+        "offer_words": len(turns.Offer._fields),
+        "nowhere": turns.NOWHERE,
+        "max_parts": turns.MAX_PARTS,
+        "rows_at": turns.Offer._fields.index("rows"),
+        "block_at": turns.Offer._fields.index("block"),
+        "scales_at": turns.Offer._fields.index("scales"),
+        "links_at": turns.Offer._fields.index("links"),
+        "room": turns.Offer._fields.index("room"),
+        "fault_timed_out": turns.TIMED_OUT,
+        "fault_aborted": turns.ABORTED,
+        "fault_disagree": turns.DISAGREE,
+        "fault_bad_ids": turns.BAD_IDS,
+        "fault_no_room": turns.NO_ROOM,
+        "wait_told": turns.TOLD,
+        "wait_done": turns.DONE,
+        "wait_arrived": turns.ARRIVED,
+        "wait_sent": turns.SENT,
+        "format_same": turns.SAME,
+        "format_block_scales": turns.BLOCK_SCALES,
+        "format_row_scales": turns.ROW_SCALES,
+        "report_words": len(turns.REPORT_WORDS),
+    }
+    assert {name: constants[name] for name in ours} == ours
+    assert turns.HEADER_WORDS == header.WORDS and turns.FAULT_WORD == header.FAULT_SLOT
+
+
+@pytest.mark.parametrize("offsets", [(0, 1), (0, 3, 3, 8), (0, 32, 64, 96, 128)])
+def test_the_control_area_is_as_large_as_the_kernels_take_it(offsets: tuple[int, ...]) -> None:
+    shape = turns.Shape(0, offsets)
+    control = core.p2p_control(shape.world, shape.experts, shape.local_experts)
+    assert shape.control_bytes == control["bytes"]
+
+
+@pytest.mark.parametrize("payload", ["same", "fp8_token", "fp8_block"])
+@pytest.mark.parametrize("hidden", [1, 33, 128, 7168])
+def test_rows_are_as_long_as_the_kernels_write_them(hidden: int, payload: str) -> None:
+    for dtype, code in DTYPE_CODES.items():
+        form = Form(hidden, dtype, Payload.named(payload), False)
+        assert core.p2p_row_bytes(hidden, code, form.packing) == (form.row_bytes, 4 * form.scales)
+
+
+def test_slots_are_cut_into_whole_tokens() -> None:
+    for tokens, top_k, blocks in ((0, 2, 4), (1, 8, 4), (37, 3, 4), (4096, 8, 264), (1000, 600, 2)):
+        slots = turns.Slots.of(torch.zeros(tokens, top_k, dtype=torch.int64), 5, blocks)
+        assert slots.chunk % top_k == 0 and slots.chunks * slots.chunk >= tokens * top_k
+        assert slots.chunks == -(-tokens * top_k // slots.chunk)
+
+
+@pytest.mark.parametrize(
+    ("capability", "archs", "newest", "road"),
+    [
+        ((9, 0), ("sm_80", "sm_90a"), None, "nvcc"),
+        ((8, 9), ("sm_80", "sm_90a"), None, "nvcc"),
+        ((12, 0), ("sm_80", "sm_100a"), None, "nvcc"),
+        ((7, 5), ("sm_80", "sm_90a"), (75, 80, 90), "nvrtc"),
+        ((7, 5), ("sm_80", "sm_90a"), None, ""),
+        ((7, 0), ("sm_80", "sm_90a"), (75, 80, 90), ""),
+        ((9, 0), (), (75, 80, 90), "nvrtc"),
+        ((9, 0), (), None, ""),
+    ],
+)
+def test_kernels_come_from_where_there_are_some_for_this_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    archs: tuple[str, ...],
+    newest: tuple[int, ...] | None,
+    road: str,
+) -> None:
+    def find() -> nvrtc.Nvrtc:
+        if newest is None:
+            raise MissingDependency("no NVRTC")
+        return nvrtc.Nvrtc("libnvrtc.so", (13, 0), newest, None)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(launch, "compiled_archs", lambda: archs)
+    monkeypatch.setattr(nvrtc, "find", find)
+    monkeypatch.setattr(driver, "nvrtc_launcher", lambda index: f"nvrtc {index}")
+    device = torch.device("cuda", 3)
+    assert launch.cuda_kernels_at_hand(device) == bool(road)
+    if road == "nvcc":
+        chosen = launch.cuda_launcher(device)
+        assert isinstance(chosen, launch.NativeLauncher) and chosen._device == 3, "not whichever is current"
+    elif road:
+        assert str(launch.cuda_launcher(device)) == "nvrtc 3"
+
+
+def test_what_was_compiled_in_is_told_without_asking_a_device() -> None:
+    assert launch.compiled_archs() == tuple(filter(None, core.cuda_archs().split(",")))
+
+
+@pytest.mark.parametrize("leave", ["1", "0", None])
+def test_a_rank_tells_whether_torch_may_share_its_gpu(monkeypatch: pytest.MonkeyPatch, leave: str | None) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
+    monkeypatch.setattr(peer_access, "cuda_kernels_at_hand", lambda device: True)
+    monkeypatch.delenv(peer_access.SHARING, raising=False)
+    if leave is not None:
+        monkeypatch.setenv(peer_access.SHARING, leave)
+    word = peer_access.access_word(torch.device("cuda", 0))
+    assert word == peer_access.REACHES + peer_access.MAY_SHARE * (leave == "1")
+    assert bool(peer_access.problem_of([7, 7], [word, word])) == (leave != "1")

@@ -1,0 +1,140 @@
+"""One rank's turns: what stays right when something goes wrong, with a device that only writes down, or a host's."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_comm.dispatch import DispatchOptions
+from moe_comm.dispatch.peer_memory import PeerMemory
+from moe_comm.dispatch.peer_options import PeerToPeerOptions
+from moe_comm.dispatch.peer_to_peer import PeerToPeerDispatcher
+from moe_comm.errors import ConfigError, KernelError, PeerError, RoutingError
+from moe_comm.gpu import turns
+from moe_comm.gpu.launch import Launch, NativeLauncher, RecordingLauncher, Words, kernel_fields
+from moe_comm.topology import ExpertPlacement
+
+pytest.importorskip("moe_comm._C", reason="the native core is not built")
+OPTIONS = DispatchOptions(
+    timeout_s=5, peer_to_peer=PeerToPeerOptions(heap_bytes=1 << 16, emulate=True, capacity_rows=8)
+)
+X_TD, IDS_TK = torch.ones(2, 4), torch.tensor([[0], [1]])
+
+
+def alone(launcher: NativeLauncher | RecordingLauncher, options: DispatchOptions = OPTIONS) -> PeerToPeerDispatcher:
+    return PeerToPeerDispatcher(ExpertPlacement.balanced(2, 1), None, 0, options, "cpu", launcher)
+
+
+class Refusing(NativeLauncher):
+    """Refuses what it is told to, once."""
+
+    refuse = ""
+
+    def launch(self, kernel: str, grid: int, block: int, shared: int, stream: int, words: Words) -> None:
+        if kernel == self.refuse:
+            self.refuse = ""
+            raise KernelError(f"no {kernel} today")
+        super().launch(kernel, grid, block, shared, stream, words)
+
+
+def few(dispatcher: PeerToPeerDispatcher) -> torch.Tensor:
+    sent = dispatcher.low_latency_dispatch(X_TD, IDS_TK, 2)
+    return dispatcher.low_latency_combine(sent.receive()[0], torch.ones(2, 1), sent)
+
+
+def test_a_launch_that_is_refused_leaves_no_turn_counted() -> None:
+    launcher = Refusing("host")
+    dispatcher = alone(launcher)
+    state = dispatcher.memory.turns
+    for kernel in ("meet", "count", "ll_ready"):
+        launcher.refuse = kernel
+        with pytest.raises(KernelError, match=kernel):
+            few(dispatcher) if kernel == "ll_ready" else dispatcher.dispatch(X_TD, IDS_TK)
+        assert state.turn == int(state._state[0]), kernel
+    found = dispatcher.dispatch(X_TD, IDS_TK)
+    assert torch.equal(dispatcher.combine(found.rows_RD, torch.ones(2, 1), found.layout), X_TD)
+
+
+class Late:
+    """A device that comes to a turn when the host has queued the next one: finds bad ids in the first, stays there."""
+
+    def __init__(self) -> None:
+        self.meetings = 0
+
+    def __call__(self, launch: Launch) -> None:
+        if launch.kernel != "meet":
+            return
+        self.meetings += 1
+        words = launch.words
+        if self.meetings == 2:
+            header = (ctypes.c_int64 * turns.HEADER_WORDS).from_address(words["all_headers_at"])
+            header[turns.FAULT_WORD : turns.FAULT_WORD + 4] = [turns.BAD_IDS_WORD, 1, 99, 1]
+            report = (ctypes.c_int64 * len(turns.REPORT_WORDS)).from_address(words["report_at"])
+            report[1], report[0] = turns.BAD_IDS, 1
+
+
+def test_a_fault_that_is_noticed_a_turn_late_ends_the_group_s_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may have noticed it in time, or later still: nobody knows which turn comes next."""
+    monkeypatch.setattr(PeerMemory, "on_host", property(lambda memory: False))
+    device = Late()
+    dispatcher = alone(RecordingLauncher(kernel_fields(), device))
+    dispatcher.dispatch_fixed(X_TD, IDS_TK)
+    assert device.meetings == 1 and not dispatcher.memory.turns.failed
+    for _ in range(2):
+        with pytest.raises(PeerError, match=r"an earlier operation failed: .*99"):
+            dispatcher.dispatch(X_TD, IDS_TK)
+    assert device.meetings == 2, "nothing is queued after it"
+
+
+def test_a_fault_that_all_notice_in_its_turn_is_forgiven_and_turns_agree() -> None:
+    dispatcher = alone(NativeLauncher("host"))
+    state = dispatcher.memory.turns
+    for _ in range(3):
+        with pytest.raises(RoutingError, match="99"):
+            dispatcher.dispatch(X_TD, torch.tensor([[0], [99]]))
+        assert state.turn == int(state._state[0]) > 0
+        assert dispatcher.dispatch(X_TD, IDS_TK).layout.rows_per_expert == (1, 1)
+
+
+def test_what_would_wait_for_a_graph_that_is_being_captured_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatcher = alone(NativeLauncher("host"))
+    state = dispatcher.memory.turns
+    before = state.turn
+    for module in ("dispatch.peer_steps", "dispatch.peer_to_peer"):
+        monkeypatch.setattr(f"moe_comm.{module}.capturing", lambda device: True)
+    with pytest.raises(ConfigError, match="use dispatch_fixed"):
+        dispatcher.dispatch(X_TD, IDS_TK)
+    with pytest.raises(ConfigError, match="once before"):
+        dispatcher.low_latency_dispatch(X_TD, IDS_TK, 2)
+    hold = state.heap.allocate(state.heap.room())
+    with pytest.raises(Exception, match="no room"):
+        dispatcher.dispatch_fixed(X_TD, IDS_TK)
+    del hold
+    assert state.turn == before == int(state._state[0])
+    monkeypatch.undo()
+    assert dispatcher.low_latency_dispatch(X_TD, IDS_TK, 2).receive()[0].shape == (2, 2, 4)
+
+
+def test_memory_that_kernels_write_outlives_the_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+    graph = [True]
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    monkeypatch.setattr(turns, "capturing", lambda device: graph[0])
+    monkeypatch.setattr(turns, "_kept", [])
+    held, device = [object()], torch.device("cuda", 1)
+    turns._let_go(device, held)
+    assert not waited and turns._kept == [held] and len(held) == 1, "a graph forbids to wait"
+    graph[0] = False
+    turns._let_go(device, held)
+    assert waited == [device] and not held
+
+
+def test_more_experts_than_a_block_can_count_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe_comm.gpu.limits.shared_limit", lambda device: 4096)
+    placement = ExpertPlacement.balanced(200, 1)
+    options = replace(OPTIONS, timeout_s=1)
+    with pytest.raises(ConfigError, match="200 experts needs"):
+        PeerToPeerDispatcher(placement, None, 0, options, "cpu")

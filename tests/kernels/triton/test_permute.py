@@ -1,0 +1,169 @@
+"""Gathers, weighted sums and their gradients: the bits of ``dispatch/plain.py``, for every dtype and odd width."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moe_comm.dispatch import plain
+from moe_comm.errors import ConfigError, InputError
+from tests.kernels.triton.common import DTYPES, drawn, kernels, some_ids
+from tests.overlap.triton.common import needs_triton
+from tests.pool import RankPool
+
+pytestmark = needs_triton
+WIDTHS = (1, 33, 130)
+FORMS = [(torch.bfloat16, 1), (torch.bfloat16, 130), (torch.float32, 33), (torch.float16, 33)]
+CASES = {"top 3 of 6": (9, 3, 6), "every expert": (5, 4, 4), "top 17": (1, 17, 20), "one expert": (4, 1, 1)}
+
+
+def _take(rank: int, world: int, arg: None) -> None:
+    take_rows = kernels("take_rows").take_rows
+    index_R = torch.tensor([3, 0, 3, 8, 1])
+    for dtype in (*DTYPES, torch.int64, torch.uint8):
+        for width in WIDTHS:
+            x_ND = (drawn(9, width + 3) * 50).to(dtype)[:, :width]  # rows are further apart than they are wide
+            assert torch.equal(take_rows(x_ND, index_R), x_ND[index_R]), (dtype, width)
+            with_gap = take_rows(x_ND, torch.tensor([2, -1, 0]))
+            assert torch.equal(with_gap[::2], x_ND[[2, 0]]) and not with_gap[1].any()
+    assert take_rows(drawn(0, 4), torch.tensor([-1, -1])).tolist() == [[0.0] * 4] * 2
+    assert take_rows(drawn(3, 4), index_R[:0]).shape == (0, 4)
+
+
+def test_rows_are_taken_by_index_whatever_their_dtype_and_width(interpreter: RankPool) -> None:
+    interpreter.run(_take, timeout=60)
+
+
+def _sums(rank: int, world: int, arg: tuple[int, int, int]) -> None:
+    tokens, top_k, experts = arg
+    sums, scale_rows = kernels("weighted_sum"), kernels("scale_rows")
+    ids_TK = some_ids(tokens, top_k, experts)
+    place_TK = plain.order_slots(ids_TK, experts)[1]
+    num_rows = int((ids_TK >= 0).sum())
+    weights_TK = drawn(tokens, top_k, seed=1)
+    weights_TK[place_TK < 0] = float("nan")  # what a dropped slot weighs is nothing
+    for dtype, width in FORMS:
+        rows_RD = drawn(num_rows, width, dtype=dtype, seed=2)
+        grad_TD = drawn(tokens, width, dtype=dtype, seed=3)
+        for weights in (weights_TK, None):
+            y_TD = sums.weighted_sum(rows_RD, place_TK, weights)
+            assert torch.equal(y_TD, plain.weighted_sum(rows_RD, place_TK, weights)), (dtype, width)
+        grad_RD, grad_TK = scale_rows.spread(grad_TD, place_TK, weights_TK, num_rows, rows_RD)
+        assert torch.equal(grad_RD, plain.spread(grad_TD, place_TK, weights_TK, num_rows)), (dtype, width)
+        assert torch.equal(grad_TK, plain.weight_grad(grad_TD, rows_RD, place_TK)), (dtype, width)
+        scaled_RD, factor_R = rows_RD.clone(), drawn(num_rows, seed=4)
+        partner_RD = drawn(num_rows, width + 1, dtype=dtype, seed=5)[:, :width]
+        dots_R = scale_rows.scale_rows_(scaled_RD, factor_R, partner_RD)
+        assert torch.equal(scaled_RD, plain.scale(rows_RD, factor_R)), (dtype, width)
+        assert torch.equal(dots_R, plain.lane_dot(rows_RD, partner_RD)), (dtype, width)
+        assert scale_rows.scale_rows_(scaled_RD, factor_R) is None
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sums_scaled_rows_and_dot_products_have_the_bits_of_plain_torch(interpreter: RankPool, case: str) -> None:
+    interpreter.run(_sums, CASES[case], timeout=120)
+
+
+def _nothing(rank: int, world: int, arg: None) -> list[Any]:
+    sums, scale_rows = kernels("weighted_sum"), kernels("scale_rows")
+    place_TK = torch.full((2, 3), -1)
+    no_rows = drawn(0, 5)
+    grad_RD, grad_TK = scale_rows.spread(drawn(2, 5), place_TK, drawn(2, 3), 0, no_rows)
+    return [
+        sums.weighted_sum(no_rows, place_TK, drawn(2, 3)).tolist(),
+        sums.weighted_sum(drawn(4, 5), place_TK[:0], None).shape,
+        sums.weighted_sum(drawn(4, 5), place_TK, None).tolist(),
+        grad_RD.shape,
+        grad_TK.tolist(),
+    ]
+
+
+def _no_rows(rank: int, world: int, arg: None) -> None:
+    """A rank that nothing came to, and whose caller sums what it gets: the gradient is one number, expanded."""
+    kernels("permute")  # says that kernels are interpreted, before anything asks
+    from moe_comm.dispatch import sums
+    from moe_comm.kernels import native
+
+    native.TRITON_DEVICES.add("cpu")
+    try:
+        none_RD = torch.ones(()).expand(0, 5)
+        assert none_RD.stride() == (0, 0) == none_RD.contiguous().stride()
+        away_TK, weights_TK = torch.full((2, 3), -1), drawn(2, 3)
+        assert not sums.weighted_sum(none_RD, away_TK, weights_TK).any()
+        assert sums.take(none_RD, away_TK[0]).tolist() == [[0.0] * 5] * 3
+        assert sums.scale_(drawn(0, 5), drawn(0), none_RD).shape == (0,)
+        grad_RD, grad_TK = sums.spread(none_RD, away_TK[:0], weights_TK[:0], 4, drawn(4, 5))
+        assert grad_RD.shape == (4, 5) and grad_TK.shape == (0, 3)
+        counts_E, w_END = torch.zeros(2, dtype=torch.int64), drawn(2, 7, 5, dtype=torch.bfloat16)
+        none_RD, out_END = none_RD.to(torch.bfloat16), drawn(2, 5, 7, dtype=torch.bfloat16)
+        kernels("grouped_mm").grouped_mm_into(none_RD, w_END, counts_E, drawn(0, 7, dtype=torch.bfloat16))
+        kernels("grouped_mm").grouped_weight_grad_into(none_RD, drawn(0, 7, dtype=torch.bfloat16), counts_E, out_END)
+        assert not out_END.any()
+    finally:
+        native.TRITON_DEVICES.discard("cpu")
+
+
+def test_an_expanded_gradient_of_no_rows_is_taken(interpreter: RankPool) -> None:
+    interpreter.run(_no_rows, timeout=60)
+
+
+def test_tokens_without_rows_get_zeros(interpreter: RankPool) -> None:
+    zeros = [[0.0] * 5] * 2
+    assert interpreter.run(_nothing)[0] == [zeros, (0, 5), zeros, (0, 5), [[0.0] * 3] * 2]
+
+
+def _round_trip(rank: int, world: int, dtype: torch.dtype) -> None:
+    permute = kernels("permute")
+    tokens, top_k, experts, width = 7, 3, 5, 20
+    ids_TK = some_ids(tokens, top_k, experts)
+    order, place_TK = plain.order_slots(ids_TK, experts)
+    token_R = order[: int((ids_TK >= 0).sum())] // top_k
+    x_TD = drawn(tokens, width, dtype=dtype).requires_grad_()
+    weights_TK = drawn(tokens, top_k, seed=1).requires_grad_()
+    rows_RD = permute.permute(x_TD, token_R, place_TK)
+    assert torch.equal(rows_RD, x_TD[token_R])
+    grad_TD = drawn(tokens, width, dtype=dtype, seed=2)
+    permute.unpermute(rows_RD, place_TK, weights_TK).backward(grad_TD)
+    grad_RD = plain.spread(grad_TD, place_TK, weights_TK.detach(), len(token_R))
+    assert torch.equal(x_TD.grad, plain.weighted_sum(grad_RD, place_TK, None))
+    assert torch.equal(weights_TK.grad, plain.weight_grad(grad_TD, rows_RD.detach(), place_TK))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_go_back_through_permute_and_unpermute(interpreter: RankPool, dtype: torch.dtype) -> None:
+    interpreter.run(_round_trip, dtype)
+
+
+def _refused(rank: int, world: int, arg: None) -> None:
+    take, sums, scale_rows = kernels("take_rows"), kernels("weighted_sum"), kernels("scale_rows")
+    permute = kernels("permute")
+    rows_RD, place_TK = drawn(6, 5), torch.zeros(2, 3, dtype=torch.int64)
+    for wrong in (
+        lambda: take.take_rows(rows_RD, place_TK),
+        lambda: take.take_rows(rows_RD, place_TK[0].int()),
+        lambda: take.take_rows(rows_RD.t(), place_TK[0]),
+        lambda: sums.weighted_sum(rows_RD.double(), place_TK, None),
+        lambda: sums.weighted_sum(rows_RD, place_TK, drawn(3, 2)),
+        lambda: sums.weighted_sum(rows_RD, place_TK, drawn(2, 3).bfloat16()),
+        lambda: sums.weighted_sum(rows_RD, place_TK.t(), None),
+        lambda: scale_rows.spread(drawn(3, 5), place_TK, drawn(2, 3), 6),
+        lambda: scale_rows.spread(drawn(2, 5), place_TK, drawn(2, 3), 6, drawn(5, 5)),
+        lambda: scale_rows.scale_rows_(rows_RD, drawn(5)),
+        lambda: scale_rows.scale_rows_(rows_RD, drawn(6), drawn(6, 4)),
+        lambda: permute.permute(rows_RD, place_TK[0], place_TK),
+    ):
+        with pytest.raises(InputError, match="got"):
+            wrong()
+
+
+def test_wrong_shapes_and_dtypes_are_input_errors(interpreter: RankPool) -> None:
+    interpreter.run(_refused)
+
+
+def test_cpu_tensors_are_refused_where_kernels_are_not_interpreted() -> None:
+    from moe_comm.kernels.triton.take_rows import take_rows
+
+    with pytest.raises(ConfigError, match="TRITON_INTERPRET=1"):
+        take_rows(torch.zeros(2, 2), torch.zeros(1, dtype=torch.int64))

@@ -1,0 +1,125 @@
+"""The routing kernel against ``layers/router.py`` in plain torch: the same ids, and values to fp32's rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moe_comm.errors import InputError
+from moe_comm.layers.router import Router, RouterConfig
+from tests.kernels.triton.common import drawn, kernels
+from tests.overlap.triton.common import needs_triton
+from tests.pool import RankPool
+
+pytestmark = needs_triton
+NAN, INF = float("nan"), float("inf")
+RULES: dict[str, dict[str, Any]] = {
+    "top 2 of 8": {"num_experts": 8, "top_k": 2, "scale": 2.5},
+    "every expert": {"num_experts": 12, "top_k": 12},
+    "one expert": {"num_experts": 1, "top_k": 1},
+    "groups, bias": {"num_experts": 24, "top_k": 5, "num_groups": 6, "top_groups": 2, "correction_bias": True},
+    "best of groups": {"num_experts": 20, "top_k": 3, "num_groups": 4, "top_groups": 2, "group_score": "max"},
+    "groups of one": {"num_experts": 6, "top_k": 3, "num_groups": 6, "top_groups": 4},
+    "bias": {"num_experts": 7, "top_k": 3, "correction_bias": True},
+    "512 experts": {"num_experts": 512, "top_k": 16},
+}
+
+
+def _agrees(rank: int, world: int, arg: tuple[str, str]) -> None:
+    name, score = arg
+    route = kernels("router").route
+    for normalize in (True, False):
+        c = RouterConfig(**RULES[name], score=score, normalize=normalize)
+        router = Router(4, c)
+        if router.correction_bias is not None:
+            router.correction_bias.copy_(drawn(c.num_experts, seed=1) * 0.1)
+        logits_TE = drawn(7, c.num_experts + 2)[:, : c.num_experts] * 3
+        logits_TE[1, 0], logits_TE[2, -1], logits_TE[3] = NAN, INF, -INF
+        if c.num_groups == 1:  # else groups, all of whose experts are forbidden, tie
+            logits_TE[4, c.num_experts // 2 + 1 :] = -INF
+        plain, ours = logits_TE.clone().requires_grad_(), logits_TE.clone().requires_grad_()
+        scores_TE = router._scores(plain)
+        ids_TK = router._choose(logits_TE, scores_TE.detach())
+        weights_TK = router._weights(plain, scores_TE, ids_TK)
+        found_ids, found_weights, found_scores = route(ours, router.correction_bias, c, scores=True)
+        good = ids_TK[:, 0] != -2
+        assert torch.equal(found_ids, ids_TK), (found_ids, ids_TK)
+        torch.testing.assert_close(found_weights, weights_TK)
+        torch.testing.assert_close(found_scores[good], scores_TE[good])
+        grad_TK, grad_TE = drawn(*weights_TK.shape, seed=2), drawn(*scores_TE.shape, seed=3)
+        for weighted, scored in ((1.0, 0.0), (1.0, 1.0)):
+            with torch.no_grad():
+                total = (grad_TK * weighted)[good], (grad_TE * scored)[good]
+            (expected,) = torch.autograd.grad(
+                (weights_TK[good] * total[0]).sum() + (scores_TE[good] * total[1]).sum(), plain, retain_graph=True
+            )
+            (found,) = torch.autograd.grad(
+                (found_weights[good] * total[0]).sum() + (found_scores[good] * total[1]).sum(), ours, retain_graph=True
+            )
+            torch.testing.assert_close(found[good], expected[good], rtol=1e-4, atol=1e-6)
+            assert not found[~good].any()  # tokens that go nowhere pull at nothing
+        (alone,) = torch.autograd.grad((found_weights * grad_TK).sum(), ours)
+        (expected,) = torch.autograd.grad((weights_TK[good] * grad_TK[good]).sum(), plain)
+        torch.testing.assert_close(alone[good], expected[good], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "topk_softmax"])
+@pytest.mark.parametrize("name", RULES)
+def test_ids_weights_scores_and_gradients_agree_with_the_router(interpreter: RankPool, name: str, score: str) -> None:
+    """Also of tokens whose logits are NaN, +Inf or all -Inf, and of those with fewer than K experts to choose from."""
+    interpreter.run(_agrees, (name, score), timeout=60)
+
+
+def _ties(rank: int, world: int, arg: None) -> list[Any]:
+    route = kernels("router").route
+    equal = torch.zeros(1, 12)
+    lonely = torch.full((1, 12), -INF)
+    lonely[0, 7] = 0.0
+    groups = RouterConfig(12, 3, num_groups=4, top_groups=2)
+    return [
+        route(equal, None, RouterConfig(12, 3))[0].tolist(),
+        route(equal, None, groups)[0].tolist(),
+        route(torch.tensor([[1.0, 3.0, 3.0, 2.0]]), None, RouterConfig(4, 3))[0].tolist(),
+        route(lonely, None, RouterConfig(12, 3))[0].tolist(),
+        route(equal[:0], None, groups, scores=True)[2].shape,
+    ]
+
+
+def test_of_equal_experts_the_lowest_id_is_taken_and_missing_ones_are_dropped(interpreter: RankPool) -> None:
+    found = interpreter.run(_ties)[0]
+    assert found == [[[0, 1, 2]], [[0, 1, 2]], [[1, 2, 3]], [[7, -1, -1]], (0, 12)]
+
+
+def _bits(rank: int, world: int, arg: None) -> None:
+    route = kernels("router").route
+    c = RouterConfig(24, 5, "sigmoid", num_groups=6, top_groups=3)
+    logits_TE = drawn(40, 24)
+    whole = route(logits_TE, None, c)
+    for first, last in ((0, 1), (3, 20), (39, 40)):
+        part = route(logits_TE[first:last], None, c)
+        assert torch.equal(part[0], whole[0][first:last]) and torch.equal(part[1], whole[1][first:last])
+
+
+def test_a_tokens_bits_do_not_depend_on_its_batch(interpreter: RankPool) -> None:
+    interpreter.run(_bits)
+
+
+def _refused(rank: int, world: int, arg: None) -> None:
+    route, c = kernels("router").route, RouterConfig(8, 2)
+    for logits_TE, bias_E in (
+        (drawn(3, 7), None),
+        (drawn(3, 8).double(), None),
+        (drawn(8, 3).t(), None),
+        (drawn(3, 8), drawn(7)),
+        (drawn(3, 8), drawn(8).bfloat16()),
+    ):
+        with pytest.raises(InputError, match="got"):
+            route(logits_TE, bias_E, c)
+    with pytest.raises(InputError, match="at most 1024"):
+        route(drawn(1, 1025), None, RouterConfig(1025, 2))
+
+
+def test_wrong_shapes_dtypes_and_too_many_experts_are_input_errors(interpreter: RankPool) -> None:
+    interpreter.run(_refused)

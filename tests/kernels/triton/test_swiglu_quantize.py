@@ -1,0 +1,124 @@
+"""SwiGLU against its reference, and fp8: the bytes of ``payload.encode``, fused or not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_comm.dispatch.payload import Payload, decode, encode
+from moe_comm.errors import InputError
+from moe_comm.kernels.swiglu import swiglu_backward_reference, swiglu_forward_reference
+from tests.kernels.triton.common import DTYPES, drawn, kernels
+from tests.overlap.triton.common import needs_triton
+from tests.pool import RankPool
+
+pytestmark = needs_triton
+WIDTHS = (1, 37, 150)
+FORMS = [*((torch.bfloat16, width) for width in WIDTHS), (torch.float32, 37), (torch.float16, 128)]
+
+
+def _swiglu(rank: int, world: int, dtype: torch.dtype) -> None:
+    swiglu = kernels("swiglu")
+    for width in WIDTHS:
+        h_RG = drawn(5, 2 * width + 1, dtype=dtype)[:, : 2 * width] * 4
+        h_RG[0, 0], h_RG[1, 0] = -200.0, 200.0  # exp overflows
+        grad_RF = drawn(5, width, dtype=dtype, seed=1)
+        expected, again = torch.empty(5, width, dtype=torch.float64), torch.empty(5, width, dtype=torch.float64)
+        grad_h_expected = torch.empty(5, 2 * width, dtype=torch.float64)
+        swiglu_forward_reference(h_RG.double(), expected)
+        swiglu_backward_reference(h_RG.double(), grad_RF.double(), grad_h_expected, again)
+        act_RF, grad_h_RG = drawn(5, width, dtype=dtype), drawn(5, 2 * width, dtype=dtype)
+        swiglu.swiglu_forward(h_RG, act_RF)
+        swiglu.swiglu_backward(h_RG, grad_RF, grad_h_RG, None)
+        torch.testing.assert_close(act_RF, expected.to(dtype))
+        torch.testing.assert_close(grad_h_RG, grad_h_expected.to(dtype))
+        # In place: the gradient over h, the activation over its gradient.
+        h_copy, grad_copy = h_RG.contiguous(), grad_RF.clone()
+        swiglu.swiglu_backward(h_copy, grad_copy, h_copy, grad_copy)
+        assert torch.equal(h_copy, grad_h_RG) and torch.equal(grad_copy, act_RF), width
+    swiglu.swiglu_forward(drawn(0, 8, dtype=dtype), drawn(0, 4, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_swiglu_and_its_gradient_agree_with_the_reference_also_in_place(
+    interpreter: RankPool, dtype: torch.dtype
+) -> None:
+    interpreter.run(_swiglu, dtype)
+
+
+def _same_bytes(rank: int, world: int, arg: tuple[str, bool]) -> None:
+    kind, power_of_two = arg
+    quantize, swiglu = kernels("quantize"), kernels("swiglu")
+    payload, scales = Payload("fp8", kind, power_of_two), quantize.Scales(kind == "token", power_of_two)
+    for dtype, width in FORMS:
+        h_RG = drawn(3, 2 * width, dtype=dtype) * torch.tensor([[1e-3], [300.0], [0.0]], dtype=dtype)
+        grad_RF, act_RF = drawn(3, width, dtype=dtype, seed=1), torch.empty(3, width, dtype=dtype)
+        grad_h_RG = torch.empty_like(h_RG)
+        swiglu.swiglu_forward(h_RG, act_RF)
+        swiglu.swiglu_backward(h_RG, grad_RF, grad_h_RG, None)
+        packed_RB = encode(h_RG, payload)
+        assert torch.equal(quantize.quantize(h_RG, scales), packed_RB), (dtype, width)
+        assert torch.equal(
+            quantize.dequantize(packed_RB, scales, 2 * width, dtype), decode(packed_RB, payload, 2 * width, dtype)
+        )
+        assert torch.equal(quantize.swiglu_quantize(h_RG, scales), encode(act_RF, payload)), (dtype, width)
+        found = quantize.swiglu_backward_quantize(h_RG, grad_RF, scales)
+        assert torch.equal(found, encode(grad_h_RG, payload)), (dtype, width)
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("kind", ["token", "block"])
+def test_quantised_rows_are_the_payloads_bytes_fused_with_swiglu_or_not(
+    interpreter: RankPool, kind: str, power_of_two: bool
+) -> None:
+    interpreter.run(_same_bytes, (kind, power_of_two), timeout=120)
+
+
+def _all_values(rank: int, world: int, arg: None) -> None:
+    quantize = kernels("quantize")
+    # Two for each e4m3 number and for what lies halfway; 448 keeps the scale at 1.
+    bits = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    between = (bits[1:] + bits[:-1]) / 2
+    x = torch.cat((bits, between, between * 1.0001, between * 0.9999, torch.tensor([448.0])))
+    rows_RD = torch.stack((x, -x))
+    payload, scales = Payload("fp8", "token"), quantize.Scales(per_row=True)
+    assert torch.equal(quantize.quantize(rows_RD, scales), encode(rows_RD, payload))
+
+
+def test_every_e4m3_number_and_every_tie_is_rounded_as_torch_does(interpreter: RankPool) -> None:
+    interpreter.run(_all_values)
+
+
+def _not_finite(rank: int, world: int, arg: None) -> None:
+    quantize = kernels("quantize")
+    rows_RD = drawn(2, 300)
+    rows_RD[0, 5], rows_RD[0, 140], rows_RD[1, 299] = float("nan"), float("inf"), float("-inf")
+    for kind in ("token", "block"):
+        payload, scales = Payload("fp8", kind), quantize.Scales(kind == "token")
+        found = quantize.dequantize(quantize.quantize(rows_RD, scales), scales, 300, torch.float32)
+        expected = decode(encode(rows_RD, payload), payload, 300, torch.float32)
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+
+
+def test_a_nan_or_an_infinity_makes_its_block_nan_and_no_other(interpreter: RankPool) -> None:
+    interpreter.run(_not_finite)
+
+
+def _refused(rank: int, world: int, arg: None) -> None:
+    quantize, swiglu = kernels("quantize"), kernels("swiglu")
+    for wrong in (
+        lambda: swiglu.swiglu_forward(drawn(2, 5), drawn(2, 2)),
+        lambda: swiglu.swiglu_forward(drawn(2, 6), drawn(2, 4)),
+        lambda: swiglu.swiglu_forward(drawn(2, 6), drawn(2, 3).bfloat16()),
+        lambda: swiglu.swiglu_backward(drawn(2, 6), drawn(2, 3), drawn(2, 3), None),
+        lambda: quantize.swiglu_quantize(drawn(2, 6).double()),
+        lambda: quantize.quantize(drawn(6)),
+        lambda: quantize.dequantize(torch.zeros(2, 17, dtype=torch.uint8), quantize.Scales(), 8, torch.float32),
+    ):
+        with pytest.raises(InputError, match="got"):
+            wrong()
+
+
+def test_wrong_shapes_and_dtypes_are_input_errors(interpreter: RankPool) -> None:
+    interpreter.run(_refused)

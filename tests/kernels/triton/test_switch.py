@@ -1,0 +1,155 @@
+"""Where layers and dispatchers hand their tensors to Triton: the same results as in plain torch, and never for the CPU
+unless it is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_comm.dispatch.local import LocalDispatcher
+from moe_comm.dispatch.payload import Payload, pack, unpack
+from moe_comm.kernels import native
+from moe_comm.layers.experts import Experts
+from moe_comm.layers.router import Router, RouterConfig, Routing
+from moe_comm.topology import ExpertPlacement
+from tests.kernels.triton.common import drawn, kernels, some_ids
+from tests.overlap.triton.common import needs_triton
+from tests.pool import RankPool
+
+pytestmark = needs_triton
+
+
+def _both_ways(work: Any) -> tuple[Any, Any, list[str]]:
+    """What ``work`` gives in plain torch and with the kernels, and which kernels those were."""
+    plain = work()
+    launched: list[str] = []
+    kernels("device")
+    from triton.runtime import interpreter
+
+    launch = interpreter.GridExecutor.__call__
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        launched.append(self.fn.__name__)
+        return launch(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "TRITON_DEVICES", {"cpu"})
+        patch.setattr(interpreter.GridExecutor, "__call__", counted)
+        return plain, work(), launched
+
+
+def _dispatch(rank: int, world: int, arg: None) -> None:
+    def work() -> list[Tensor]:
+        dispatcher = LocalDispatcher(ExpertPlacement.balanced(5, 1))
+        x_TD = drawn(7, 20, dtype=torch.bfloat16).requires_grad_()
+        weights_TK = drawn(7, 3, seed=1).requires_grad_()
+        sent = dispatcher.dispatch(x_TD, some_ids(7, 3, 5))
+        y_TD = dispatcher.combine(sent.rows_RD * 2, weights_TK, sent.layout)
+        y_TD.backward(drawn(7, 20, dtype=torch.bfloat16, seed=2))
+        assert x_TD.grad is not None and weights_TK.grad is not None
+        return [sent.rows_RD.detach(), y_TD.detach(), x_TD.grad, weights_TK.grad]
+
+    plain, found, launched = _both_ways(work)
+    assert {"take_rows_kernel", "weighted_sum_kernel", "scale_rows_kernel"} == set(launched)
+    assert all(map(torch.equal, plain, found))
+
+
+def test_local_dispatch_and_combine_have_the_same_bits(interpreter: RankPool) -> None:
+    interpreter.run(_dispatch)
+
+
+def _payload(rank: int, world: int, name: str) -> None:
+    payload = Payload.named(name)
+
+    def work() -> list[Tensor]:
+        packed_RX = pack(drawn(3, 150, dtype=torch.bfloat16), payload)
+        return [packed_RX, unpack(packed_RX, payload, 150, torch.bfloat16)]
+
+    plain, found, launched = _both_ways(work)
+    assert launched == ["quantize_kernel", "dequantize_kernel"]
+    assert all(map(torch.equal, plain, found))
+
+
+@pytest.mark.parametrize("name", ["fp8_token", "fp8_block_pow2"])
+def test_payloads_have_the_same_bytes(interpreter: RankPool, name: str) -> None:
+    interpreter.run(_payload, name)
+
+
+def _experts(rank: int, world: int, recompute: bool) -> None:
+    counts = [3, 0, 5]
+
+    def work() -> list[Tensor]:
+        experts = Experts(3, 12, 10, transposed=True, recompute=recompute, dtype=torch.bfloat16)
+        experts.reset_parameters(3, std=0.5)
+        rows_RD = drawn(8, 12, dtype=torch.bfloat16).requires_grad_()
+        out_RD = experts(rows_RD, counts)
+        out_RD.backward(drawn(8, 12, dtype=torch.bfloat16, seed=1))
+        found = [out_RD.detach(), rows_RD.grad, experts.w13.grad, experts.w2.grad]
+        return [t for t in found if t is not None]
+
+    plain, found, launched = _both_ways(work)
+    assert launched.count("grouped_mm_kernel") == (5 if recompute else 4), launched
+    assert launched.count("grouped_weight_grad_kernel") == 2
+    assert "swiglu_kernel" in launched and "swiglu_backward_kernel" in launched
+    assert len(found) == 4
+    for ours, expected in zip(found, plain, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=5e-2, atol=5e-2)
+    assert not found[2][1].any() and not found[3][1].any()  # the expert without rows
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_experts_run_in_grouped_products(interpreter: RankPool, recompute: bool) -> None:
+    interpreter.run(_experts, recompute)
+
+
+def _stay(rank: int, world: int, arg: None) -> list[str]:
+    launched: list[str] = []
+    for dtype, bias in ((torch.float32, False), (torch.bfloat16, True)):
+        experts = Experts(2, 6, 4, "relu2", bias=bias, dtype=dtype)
+        launched += _both_ways(lambda e=experts, d=dtype: e(drawn(4, 6, dtype=d), [1, 3]))[2]
+    return launched
+
+
+def test_experts_in_fp32_or_with_biases_stay_with_blas(interpreter: RankPool) -> None:
+    assert interpreter.run(_stay)[0] == []
+
+
+def _router(rank: int, world: int, drop_invalid: bool) -> None:
+    def work() -> tuple[Routing, Tensor, int, Tensor]:
+        router = Router(6, RouterConfig(8, 2, balance_loss=0.1, z_loss=0.01, correction_bias=True))
+        router.reset_parameters(std=1.0, generator=torch.Generator().manual_seed(0))
+        router.drop_invalid = drop_invalid
+        x_TD = drawn(9, 6, dtype=torch.bfloat16)
+        if drop_invalid:
+            x_TD[4, 0] = float("nan")
+        routing = router(x_TD)
+        if drop_invalid:
+            return routing, routing.weights_TK.detach(), int(router.invalid), router.load_E
+        assert routing.aux_loss is not None
+        (routing.aux_loss + (routing.weights_TK * drawn(9, 2, seed=1)).sum()).backward()
+        assert router.weight.grad is not None
+        return routing, router.weight.grad, int(router.invalid), router.load_E
+
+    plain, found, launched = _both_ways(work)
+    assert launched.count("route_kernel") == 1
+    assert launched.count("route_backward_kernel") == (0 if drop_invalid else 1)
+    assert torch.equal(found[0].ids_TK, plain[0].ids_TK) and torch.equal(found[3], plain[3])
+    assert found[2] == plain[2] == int(drop_invalid)
+    torch.testing.assert_close(found[0].weights_TK, plain[0].weights_TK)
+    torch.testing.assert_close(found[1], plain[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("drop_invalid", [False, True])
+def test_a_router_routes_in_one_kernel_with_the_same_losses_and_gradients(
+    interpreter: RankPool, drop_invalid: bool
+) -> None:
+    interpreter.run(_router, drop_invalid)
+
+
+def test_cpu_tensors_never_go_to_triton_by_themselves() -> None:
+    assert not native.for_triton(torch.zeros(2))
+    assert "cpu" not in native.TRITON_DEVICES
