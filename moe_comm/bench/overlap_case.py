@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from moe_comm.bench.case import require
 from moe_comm.bench.clock import sync_group
-from moe_comm.bench.race import race
+from moe_comm.bench.race import pairs, race
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.row_invariant import TILE
 from moe_comm.overlap.chunked import Overlap
@@ -27,6 +28,8 @@ SWEEP = tuple(2**power for power in range(14))
 EXPERTS_A_RANK = 8
 CALIBRATIONS, CALIBRATION_ROUNDS, CLOSE = 2, 3, 0.05
 CPU_CALLS = 5
+PAIRS_SHARE = 2.0
+"""Of the seconds for all five parts, what serial and overlapped get once more by themselves."""
 FARTHEST = 4.0
 """How many times wider or narrower than computed a measurement may make an operator."""
 
@@ -112,6 +115,35 @@ class Machine:
 
 
 Work = Callable[[], Tensor | tuple[Tensor, ...]]
+
+
+class _Steps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, run: Callable[[Tensor], tuple[Tensor, ...]], *inputs: Tensor) -> Tensor:
+        ctx.run = run
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.run(grad)
+
+
+def stepwise(y: Tensor, run: Callable[[Tensor], tuple[Tensor, ...]], *inputs: Tensor) -> Tensor:
+    """``y``, whose backward pass is ``run``: one node of autograd, as training has one for every step.
+
+    With few rows autograd takes as long as a product: serial has to pay for it as the operator has.
+    """
+    return _Steps.apply(y.detach(), run, *inputs)  # type: ignore[no-any-return]
+
+
+def gradients(y: Tensor, grad: Tensor, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Of ``leaves``, as a training step gets them. Again and again: the graph is kept, and no gradient."""
+    torch.autograd.backward(y, grad, retain_graph=True)
+    found = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    return tuple(gradient for gradient in found if gradient is not None)
 
 
 class Contest(ABC):
@@ -203,6 +235,9 @@ def measure(contest: Contest) -> dict[str, Any]:
     serial, overlapped = stats["serial", "total"], stats["overlapped", "total"]
     times |= hidden_of(times) | {"rounds": serial["iterations"]}
     times["vs_serial_min"] = overlapped["min_ms"] / serial["min_ms"]
+    seconds = PAIRS_SHARE * bench.seconds
+    paired = pairs(contest.serial, contest.overlapped, 0, bench.rounds, seconds=seconds)
+    times |= {"vs_serial_paired": paired.ratio, "vs_serial_range": [paired.low, paired.high], "pairs": paired.count}
     return times | {"cpu_ms": {name: processor_ms(work) for name, work in contest.parts().items()}}
 
 

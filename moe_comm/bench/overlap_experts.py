@@ -1,7 +1,8 @@
 """``dispatch_matmul`` and ``matmul_combine`` as ``bench overlap`` measures them.
 
 Serial is the same dispatcher's dispatch or combine, with its backward, before or after the products of all experts; so
-communication alone takes the gathers before and after a transfer, too. The products write into memory of the kind that
+communication alone takes the gathers before and after a transfer, too. Backward its products are a node of autograd
+between the dispatcher's, as in a layer without the operator. The products write into memory of the kind that
 the operators write into: fresh pages would cost the serial form more than the products.
 """
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm.bench.overlap_case import Contest, Work
+from moe_comm.bench.overlap_case import Contest, Work, gradients, stepwise
 from moe_comm.dispatch.all_to_all import AllToAllDispatcher, Routes
 from moe_comm.dispatch.base import Layout
 from moe_comm.kernels.expert_mm import align, expert_mm, product_into
@@ -114,13 +115,14 @@ class DispatchMatmul(_OfExperts):
         grad = self.draw(rows.shape[0], self.other)
         h, _ = dispatch_matmul(dispatcher, x, ids, w, overlap)
 
-        def home(grad_RD: Tensor) -> Tensor:
-            return torch.autograd.grad(dispatched.rows_RD, x, grad_RD, retain_graph=True)[0]
+        def steps(grad: Tensor) -> tuple[Tensor, Tensor]:
+            return products(grad, sizes, wd), weight_products(grad, rows, sizes, wd)
 
-        self.compute = lambda: (products(grad, sizes, wd), weight_products(grad, rows, sizes, wd))
-        self.comm = lambda: home(rows)
-        self.serial = lambda: (home(products(grad, sizes, wd)), weight_products(grad, rows, sizes, wd))
-        self.overlapped = lambda: torch.autograd.grad(h, (x, w), grad, retain_graph=True)
+        one_by_one = stepwise(h, steps, dispatched.rows_RD, w)
+        self.compute = lambda: steps(grad)
+        self.comm = lambda: gradients(dispatched.rows_RD, rows, (x,))
+        self.serial = lambda: gradients(one_by_one, grad, (x, w))
+        self.overlapped = lambda: gradients(h, grad, (x, w))
 
 
 class MatmulCombine(_OfExperts):
@@ -150,16 +152,13 @@ class MatmulCombine(_OfExperts):
         results = products(rowsd, sizes, wd.transpose(1, 2)).requires_grad_()
         combined = dispatcher.combine(results, weights, layout)
 
-        def away() -> tuple[Tensor, ...]:
-            return torch.autograd.grad(combined, (results, weights), grad, retain_graph=True)
+        def steps(grad: Tensor) -> tuple[Tensor, Tensor]:
+            grad_w = weight_products(grad, rowsd, sizes, wd)
+            return products(grad, sizes, wd), grad_w
 
-        def serial() -> tuple[Tensor, ...]:
-            grad_results, grad_weights = away()
-            grad_w = weight_products(grad_results, rowsd, sizes, wd)
-            return products(grad_results, sizes, wd), grad_w, grad_weights
-
+        one_by_one = dispatcher.combine(stepwise(results, steps, rows, w), weights, layout)
         arrived = results.detach()
-        self.compute = lambda: (products(arrived, sizes, wd), weight_products(arrived, rowsd, sizes, wd))
-        self.comm = away
-        self.serial = serial
-        self.overlapped = lambda: torch.autograd.grad(y, (rows, w, weights), grad, retain_graph=True)
+        self.compute = lambda: steps(arrived)
+        self.comm = lambda: gradients(combined, grad, (results, weights))
+        self.serial = lambda: gradients(one_by_one, grad, (rows, w, weights))
+        self.overlapped = lambda: gradients(y, grad, (rows, w, weights))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_comm.bench.overlap_case import Contest
+from moe_comm.bench.overlap_case import Contest, gradients, stepwise
 from moe_comm.dispatch.channels import channel_of
 from moe_comm.dispatch.plain import added_in_order
 from moe_comm.kernels.row_invariant import row_invariant_mm
@@ -65,8 +64,13 @@ class GatherMatmul(_Linear):
         self.compute = lambda: (row_invariant_mm(grad, wd), exact_mm(grad.t(), whole))
         self.comm = lambda: (self.gather(xd), self.scatter(whole))
         self.wire = lambda: (self.gather(xd), self.exchange(whole))
-        self.serial = lambda: (self.scatter(row_invariant_mm(grad, wd)), exact_mm(grad.t(), self.gather(xd)))
-        self.overlapped = lambda: torch.autograd.grad(y, (x, w), grad, retain_graph=True)
+
+        def steps(grad: Tensor) -> tuple[Tensor, Tensor]:
+            return self.scatter(row_invariant_mm(grad, wd)), exact_mm(grad.t(), self.gather(xd))
+
+        one_by_one = stepwise(y, steps, x, w)
+        self.serial = lambda: gradients(one_by_one, grad, (x, w))
+        self.overlapped = lambda: gradients(y, grad, (x, w))
 
 
 class MatmulScatter(_Linear):
@@ -92,11 +96,12 @@ class MatmulScatter(_Linear):
         grad = self.draw(self.rows, width)
         y = matmul_scatter(x, w, self.group, overlap)
 
-        def serial() -> tuple[Tensor, Tensor]:
+        def steps(grad: Tensor) -> tuple[Tensor, Tensor]:
             everyone = self.gather(grad)
             return row_invariant_mm(everyone, wd), exact_mm(everyone.t(), xd)
 
         self.compute = lambda: (row_invariant_mm(whole, wd), exact_mm(whole.t(), xd))
         self.comm = self.wire = lambda: self.gather(grad)
-        self.serial = serial
-        self.overlapped = lambda: torch.autograd.grad(y, (x, w), grad, retain_graph=True)
+        one_by_one = stepwise(y, steps, x, w)
+        self.serial = lambda: gradients(one_by_one, grad, (x, w))
+        self.overlapped = lambda: gradients(y, grad, (x, w))

@@ -1,11 +1,18 @@
-"""Pieces of work that take turns, so that noise hits all alike; what each took is the median of its rounds."""
+"""Pieces of work that take turns, so that noise hits all alike; what each took is the median of its rounds.
+
+Two that are nearly alike are told apart by ``pairs``: A B, B A, A B, ... Noise that lasts longer than a call is in both
+of a pair, and what follows from who is first is in every other one, so the median of the pairs' ratios is much steadier
+than the ratio of the medians.
+"""
 
 from __future__ import annotations
 
 import gc
 import math
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -13,6 +20,7 @@ import torch.distributed as dist
 from moe_comm.bench.clock import Clock, Stats, summarise, sync_group
 
 MOST_ROUNDS = 500
+MOST_PAIRS = 300
 COLLECT_S = 0.3
 """Between two garbage collections, which take longer than a small operator."""
 
@@ -42,6 +50,7 @@ def take_turns(
     rounds: int,
     *,
     seconds: float = 0.0,
+    most: int = MOST_ROUNDS,
     after: Callable[[str], None] = lambda name: None,
 ) -> Rounds:
     """What every rank measured, on every rank. Collective over the default group.
@@ -50,6 +59,7 @@ def take_turns(
 
     Args:
         seconds: as many more rounds as fit in it: a median over few rounds of something short means little.
+        most: rounds, however short they are, unless ``rounds`` asks for more.
         after: called with the part's name when it is done, and not timed.
     """
     clock = Clock(sync_group)
@@ -58,18 +68,16 @@ def take_turns(
     gc.disable()
     collected = time.monotonic()
     turn, end = 0, warmup + rounds
+    began = time.monotonic_ns()
     try:
-        while turn < end:
-            began = time.monotonic_ns()
+        while turn < end or (end := end + _more(turn - warmup, began, seconds, most)) > turn:
             if turn == warmup:
                 clock.clear()
+                began = time.monotonic_ns()
             shift = turn % len(order)
             for name, phases in order[shift:] + order[:shift]:
                 clock.measure(name, *phases)
                 after(name)
-            if turn == warmup and seconds:
-                took = sync_group(time.monotonic_ns() - began) * 1e-9  # the slowest rank's, and so alike on all
-                end = warmup + max(rounds, min(MOST_ROUNDS, math.ceil(seconds / took)))
             if time.monotonic() - collected > COLLECT_S:
                 gc.collect()
                 collected = time.monotonic()
@@ -79,3 +87,48 @@ def take_turns(
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, dict(clock.times))
     return every
+
+
+def _more(done: int, began: int, seconds: float, most: int) -> int:
+    """Rounds that still fit, at most as many as are done: one slow round decides little. The same on every rank."""
+    if not seconds or done >= most:
+        return 0
+    took = sync_group(time.monotonic_ns() - began) * 1e-9
+    return min(done, most - done, math.floor(done * (seconds - took) / took))
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """How many times as long as the first the second took, in calls next to each other.
+
+    ratio: the median. low, high: between them the true median is with 95% probability. count: pairs.
+    """
+
+    ratio: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, first: Sequence[float], second: Sequence[float]) -> Pairs:
+        """From what each took in every pair."""
+        ratios = sorted(b / a for a, b in zip(first, second, strict=True))
+        count = len(ratios)
+        away = max(0, math.floor(count / 2 - 0.98 * math.sqrt(count)))  # of a binomial distribution, 1.96 sigma
+        return cls(statistics.median(ratios), ratios[away], ratios[-1 - away], count)
+
+
+def pairs(
+    first: Callable[[], Any], second: Callable[[], Any], warmup: int, rounds: int, *, seconds: float = 0.0
+) -> Pairs:
+    """Let two take turns, each first in every other pair; of each call the slowest rank counts. Collective.
+
+    Args:
+        rounds, seconds: pairs; more of them while they fit in so many seconds, up to ``MOST_PAIRS``.
+    """
+    works = {"first": first, "second": second}
+    parts = {name: (("total", work),) for name, work in works.items()}
+    ranks = take_turns(parts, warmup, rounds, seconds=seconds, most=MOST_PAIRS)
+    by_rank = {name: [rank[name, "total"] for rank in ranks] for name in works}
+    slowest = {name: [max(times) for times in zip(*by_rank[name], strict=True)] for name in works}
+    return Pairs.of(slowest["first"], slowest["second"])

@@ -215,6 +215,10 @@ def small_tables(results: list[dict[str, Any]]) -> list[Table]:
     return [table]
 
 
+def _error(found: dict[str, float]) -> str:
+    return f"{found['median']:.0%} (median), {found['worst']:.0%} (worst)"
+
+
 def tune_tables(found: dict[str, Any]) -> list[Table]:
     """What was best for each operator and number of rows, and what the cost model says of it."""
     s, error = found["settings"], found["prediction_error"]
@@ -222,15 +226,17 @@ def tune_tables(found: dict[str, Any]) -> list[Table]:
     where = f"{s['ranks_per_host']} ranks" if one_host else f"{s['hosts']} hosts x {s['ranks_per_host']} rank(s)"
     link = "" if one_host else f", links of {s['link_gbit']:g} Gbit/s"
     few = "".join(f"\none chunk is best up to {rows} rows: {name}" for name, rows in found["fallback_rows"].items())
+    each = "".join(f"\n    {name}: {_error(one)}" for name, one in found["errors_by_operator"].items() if one)
     caption = (
-        f"error of the cost model over all that was tried: {error['median']:.0%} (median), {error['worst']:.0%} (worst)"
-        f"{few}\nstored in {found['stored']}"
+        f"error of the cost model over all that was tried: {_error(error)}{each}{few}\nstored in {found['stored']}"
     )
     heading = f"{where}{link}, {s['sent']} x {s['other']}, {s['dtype']}; {_machine(found)}"
     columns = ("rows", "1 chunk ms", "best ms", "choice", "predicted ms", "error", "model's choice ms")
     table = _table(heading, "", *columns, caption=caption)
     for row in found["results"]:
         times = [_number(row[key]) for key in ("serial_ms", "best_ms")]
-        told = (row["choice"], _number(row["predicted_ms"]), f"{row['error']:.0%}", _number(row["model_ms"]))
+        modelled = row["error"] is not None
+        predicted = (_number(row["predicted_ms"]), f"{row['error']:.0%}") if modelled else ("-", "-")
+        told = (row["choice"], *predicted, _number(row["model_ms"]))
         table.add_row(f"{row['op']}, {row['direction']}", str(row["rows"]), *times, *told)
     return [table]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
@@ -35,6 +35,7 @@ class Ground:
     group: ProcessGroup
     dtype: torch.dtype
     seed: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
@@ -47,12 +48,13 @@ class Ground:
     @cached_property
     def dispatcher(self) -> AllToAllDispatcher:
         """Of MoE layers. Collective."""
-        return AllToAllDispatcher(ExpertPlacement.of(EXPERTS * self.world, self.world), self.group, self.rank)
+        placement = ExpertPlacement.of(EXPERTS * self.world, self.world)
+        return AllToAllDispatcher(placement, self.group, self.rank)
 
     def draw(self, *shape: int) -> Tensor:
         """Normal numbers of this rank's own, which take a gradient."""
         generator = torch.Generator().manual_seed(self.seed * 64 + self.rank)
-        return torch.randn(*shape, generator=generator).to(self.dtype).requires_grad_()
+        return torch.randn(*shape, generator=generator).to(self.device, self.dtype).requires_grad_()
 
 
 class Case(ABC):
@@ -115,7 +117,7 @@ class _OfExperts(Case):
     def __init__(self, ground: Ground, rows: int, sent: int, other: int) -> None:
         super().__init__(ground, rows, sent, other)
         first = torch.arange(rows) * TOP_K + ground.rank * EXPERTS
-        self.ids_TK = (first[:, None] + torch.arange(TOP_K)) % (EXPERTS * ground.world)
+        self.ids_TK = ((first[:, None] + torch.arange(TOP_K)) % (EXPERTS * ground.world)).to(ground.device)
 
     @property
     def channel(self) -> Channel:
@@ -141,7 +143,8 @@ class MatmulCombine(_OfExperts):
 
     def __init__(self, ground: Ground, rows: int, sent: int, other: int) -> None:
         super().__init__(ground, rows, sent, other)
-        self._sent_TD, self._weights_TK = torch.zeros(rows, sent, dtype=ground.dtype), ground.draw(rows, TOP_K)
+        self._sent_TD = torch.zeros(rows, sent, dtype=ground.dtype, device=ground.device)
+        self._weights_TK = ground.draw(rows, TOP_K)
         received = ground.dispatcher.dispatch(self._sent_TD, self.ids_TK).layout.num_rows
         self.leaves = ground.draw(received, other), ground.draw(EXPERTS, sent, other), self._weights_TK
 

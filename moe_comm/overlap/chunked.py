@@ -31,17 +31,20 @@ from moe_comm.dispatch.channel import Channel
 from moe_comm.dispatch.channels import channel_of
 from moe_comm.dispatch.exchange import SharedChannel
 from moe_comm.dispatch.plain import added_in_order
-from moe_comm.errors import InputError
+from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.autocast import without_autocast
 from moe_comm.kernels.row_invariant import TILE, row_invariant_mm
-from moe_comm.overlap.cost import Work
+from moe_comm.overlap.cost import FUSED, Work
 from moe_comm.overlap.ring import Ring
+from moe_comm.overlap.store import BACKENDS, CHUNKED, SHARED, TRITON, Choice
 from moe_comm.overlap.tiles import at_least_one, chunk_rows
 from moe_comm.overlap.tuning import choose
 
 DEFAULT_CHUNKS = 4
 Chosen = Literal["auto", "adaptive"]
+Backend = Literal["auto", "chunked", "triton"]
 Seen = Callable[["Arrival"], None] | None
+_ALLOWED: dict[str, tuple[str, ...]] = {"auto": BACKENDS, "chunked": (CHUNKED,), "triton": (TRITON,)}
 
 
 @dataclass(frozen=True)
@@ -56,44 +59,84 @@ class Overlap:
         for "auto", which knows what a round trip costs.
     deterministic: weight gradients have the same bits for every number of chunks: they are one product over all rows,
         or one for each rank, and wait for the last of these. False: they are added up as rows arrive, which hides more.
+    backend: "chunked": chunks over whatever the group's ranks talk by. "triton": one fused kernel on symmetric memory,
+        of GPUs of one host (of CPU ranks only where Triton interprets, as tests do); its own bits, whatever the
+        programs. "auto": linear layers of CPU ranks that share memory read in place, all else is chunked; and with
+        chunks "auto", a kernel where ``moe-comm tune`` measured on these GPUs that it is faster: there the bits, which
+        on GPUs nothing promises for every number of ranks, depend on what was measured. "chunked" keeps them.
+    programs: of a Triton kernel, those that communicate; None: with chunks "auto" as tuned, else as it takes by itself.
 
     Raises:
-        ConfigError: chunks is neither a whole number of at least 1 nor "auto" or "adaptive".
+        ConfigError: chunks is neither a whole number of at least 1 nor "auto" or "adaptive", or backend is not known.
     """
 
     chunks: int | Chosen = DEFAULT_CHUNKS
     chunk_bytes: int = 128 << 10
     deterministic: bool = True
+    backend: Backend = "auto"
+    programs: int | None = None
 
     def __post_init__(self) -> None:
         if self.chunks not in get_args(Chosen):
             at_least_one("chunks", self.chunks)  # type: ignore[arg-type]
         at_least_one("chunk_bytes", self.chunk_bytes)
+        if self.programs is not None:
+            at_least_one("programs", self.programs)
+        if self.backend not in get_args(Backend):
+            raise ConfigError(f"unknown backend {self.backend!r}; known: {', '.join(get_args(Backend))}")
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """Those that ``backend`` allows."""
+        return _ALLOWED[self.backend]
 
     def chunks_of(self, num_bytes: int) -> int:
         """In how many parts ``num_bytes`` travel; by name, where no more than that is known, ``DEFAULT_CHUNKS``."""
         chunks = DEFAULT_CHUNKS if isinstance(self.chunks, str) else self.chunks
         return min(chunks, max(1, num_bytes // self.chunk_bytes))
 
-    def chunks_for(self, work: Work, channel: Channel, device: torch.device) -> int:
-        """In how many parts the rows of ``work`` travel over ``channel``. With "auto" the first call for a group, and
-        for a shape, is collective."""
-        if isinstance(self.chunks, str):
-            return choose(work, channel, device).chunks
-        return self.chunks_of(work.part_bytes)
+    def choice(self, work: Work, channel: Channel, device: torch.device) -> Choice:
+        """How ``work`` is run over ``channel``; a fixed number of chunks in place where it can be. With chunks "auto"
+        the first call for a group, and for a shape, is collective.
+
+        Raises:
+            ConfigError: Triton is asked for, and has no kernel for this.
+        """
+        if isinstance(self.chunks, str) and not (self.backend == TRITON and self.programs):
+            self.check_fused(work.operator)
+            return choose(work, channel, device, self.backends)
+        return self.fixed_choice(work)
+
+    def fixed_choice(self, work: Work) -> Choice:
+        """``choice`` where the settings alone say it."""
+        self.check_fused(work.operator)
+        if self.backend == TRITON:
+            return Choice(TRITON, 1, self.programs or 0)
+        return Choice(SHARED if self.backend == "auto" else CHUNKED, self.chunks_of(work.part_bytes))
+
+    def check_fused(self, operator: str) -> None:
+        """Raise ConfigError if Triton is asked for where there is no kernel."""
+        if self.backend == TRITON and operator not in FUSED:
+            raise ConfigError(
+                f"there is no Triton kernel for {operator}, only for {', '.join(FUSED)}; use backend='auto' for it"
+            )
+
+
+DEFAULT = Overlap()
 
 
 @dataclass(frozen=True)
 class Lines:
     """One operator's group: its channel, the order of its peers, and where its rows are cut.
 
-    spans: first and end row of each chunk within a rank's rows. doing: what errors say.
+    spans: first and end row of each chunk within a rank's rows. doing: what errors say. choice: how it is run.
     """
 
     channel: SharedChannel
     ring: Ring
     spans: tuple[tuple[int, int], ...]
     doing: str
+    choice: Choice
 
     @classmethod
     def of(cls, group: ProcessGroup, work: Work, like: Tensor, overlap: Overlap, rows: int | None = None) -> Lines:
@@ -102,29 +145,31 @@ class Lines:
 
         Args:
             rows: of each rank, which are cut; None: those of the work, over the ranks.
+
+        Raises:
+            ConfigError: Triton is asked for, and has no kernel for this.
         """
         channel = channel_of(group)
         if isinstance(overlap.chunks, str):
             channel.compare(str(work), like)  # before ranks meet to choose
-        chunks = overlap.chunks_for(work, channel, like.device)
-        doing = f"{work} by {chunks}"
-        if not isinstance(overlap.chunks, str):
+            choice = overlap.choice(work, channel, like.device)
+            spans, doing = _cut(work, choice, rows)
+        else:
+            spans, doing, choice = _fixed_cut(work, overlap, rows)
             channel.compare(doing, like)
-        rows = work.rows // work.world if rows is None else rows
-        return cls(channel, ring_of(channel.rank, channel.world), spans_of(rows, chunks), doing)
+        return cls(channel, ring_of(channel.rank, channel.world), spans, doing, choice)
+
+    @property
+    def at_once(self) -> bool:
+        """Whether all rows travel at once: one step after the other."""
+        return len(self.spans) == 1
 
     def start_gather(self, x_SD: Tensor) -> Iterator[Arrival]:
-        """Begin to gather the ranks' rows; yields them as they arrive, this rank's own at once.
-
-        With one span all ranks' rows at once, the own ones among them.
-        """
+        """Begin to gather the ranks' rows; yields them as they arrive, this rank's own at once."""
         started = [(a, b, self.channel.start_all_gather(x_SD[a:b], self.doing)) for a, b in self.spans]
         own, peers = self.ring.arrivals[0], self.ring.arrivals[1:]
 
         def arrivals() -> Iterator[Arrival]:
-            if len(started) == 1:
-                yield Arrival(slice(None), 0, x_SD.shape[0], started[0][2]())
-                return
             yield Arrival(slice(own, own + 1), 0, x_SD.shape[0], x_SD[None])
             for first, end, arrived in started:
                 parts_WsD = arrived()
@@ -133,6 +178,20 @@ class Lines:
                     yield Arrival(ranks, first, end, parts_WsD[ranks])
 
         return arrivals()
+
+
+@lru_cache(maxsize=1024)
+def _cut(work: Work, choice: Choice, rows: int | None) -> tuple[tuple[tuple[int, int], ...], str]:
+    """``Lines.spans`` and ``Lines.doing``. Kept, as ``spans_of`` is: a product of few rows takes no longer."""
+    spans = spans_of(work.rows // work.world if rows is None else rows, choice.chunks)
+    return spans, f"{work} by {choice if choice.backend == TRITON else choice.chunks}"
+
+
+@lru_cache(maxsize=1024)
+def _fixed_cut(work: Work, overlap: Overlap, rows: int | None) -> tuple[tuple[tuple[int, int], ...], str, Choice]:
+    """``_cut`` by a choice that is always the same, and the choice."""
+    choice = overlap.fixed_choice(work)
+    return *_cut(work, choice, rows), choice
 
 
 @lru_cache(maxsize=1024)
@@ -174,33 +233,31 @@ def gathered_mm(lines: Lines, arrivals: Iterator[Arrival], rows: int, b_DN: Tens
 
 
 def scattered_mm(lines: Lines, x_WSK: Tensor, b_KN: Tensor) -> Callable[[], Tensor]:
-    """Begin the sum over ranks of x @ b, of which each keeps its own rows; the call returned gives them, [S, N].
-
-    With one span: one product, and what comes out of the sum.
-    """
+    """Begin the sum over ranks of x @ b, of which each keeps its own rows; the call returned gives them, [S, N]."""
     world, rows, columns = lines.ring.world, x_WSK.shape[1], b_KN.shape[1]
-    ones = [1] * world
 
     def start(first: int, end: int) -> Callable[[], Tensor]:
-        if len(lines.spans) == 1:
-            parts_WsN = row_invariant_mm(x_WSK.flatten(0, 1), b_KN).view(world, rows, columns)
-        else:
-            parts_WsN = x_WSK.new_empty(world, end - first, columns)
-            for peer in lines.ring.scatters:
-                row_invariant_mm(x_WSK[peer, first:end], b_KN, out=parts_WsN[peer])
-        return lines.channel.start_all_to_all(parts_WsN, ones, ones, lines.doing)
+        parts_WsN = x_WSK.new_empty(world, end - first, columns)
+        for peer in lines.ring.scatters:
+            row_invariant_mm(x_WSK[peer, first:end], b_KN, out=parts_WsN[peer])
+        return start_sum(lines.channel, parts_WsN, lines.doing)
 
     started = [start(first, end) for first, end in lines.spans]
 
     def finish() -> Tensor:
-        if len(started) == 1:
-            return added_in_order(started[0]())
         y_SN = x_WSK.new_empty(rows, columns)
         for (first, end), arrived in zip(lines.spans, started, strict=True):
-            y_SN[first:end] = added_in_order(arrived())
+            y_SN[first:end] = arrived()
         return y_SN
 
     return finish
+
+
+def start_sum(channel: Channel, parts_WSN: Tensor, doing: str) -> Callable[[], Tensor]:
+    """Begin the sum over ranks of what each has for each; the call returned gives this rank's, [S, N]."""
+    ones = [1] * channel.world
+    arrived = channel.start_all_to_all(parts_WSN, ones, ones, doing)
+    return lambda: added_in_order(arrived())
 
 
 RANK_BY_RANK = 1024
@@ -278,6 +335,18 @@ class WeightGradient:
 
     def _factors(self, known_TA: Tensor, arrived_TB: Tensor) -> tuple[Tensor, Tensor]:
         return (known_TA.t(), arrived_TB) if self._known_is_grad else (arrived_TB.t(), known_TA)
+
+
+def weight_gradient(
+    order: Sequence[int], known_WSA: Tensor, arrived_WSB: Tensor, known_is_grad: bool, deterministic: bool
+) -> Tensor:
+    """``WeightGradient`` of rows that have all arrived."""
+    if known_WSA.shape[1] < RANK_BY_RANK:
+        known_TA, arrived_TB = known_WSA.flatten(0, 1), arrived_WSB.flatten(0, 1)
+        return exact_mm(known_TA.t(), arrived_TB) if known_is_grad else exact_mm(arrived_TB.t(), known_TA)
+    weight = WeightGradient(order, known_WSA, arrived_WSB.shape[2], known_is_grad, deterministic)
+    weight.add(Arrival(slice(None), 0, known_WSA.shape[1], arrived_WSB))
+    return weight.result()
 
 
 def exact_mm(a_MK: Tensor, b_KN: Tensor) -> Tensor:

@@ -38,6 +38,10 @@ GATHERS = ("gather_matmul", "swap_matmul", "dispatch_matmul")
 SCATTERS = ("matmul_scatter", "matmul_swap", "matmul_combine")
 EXPERTS = ("dispatch_matmul", "matmul_combine")
 """Those whose chunks are grouped products over all ranks' rows; others' are a product for each rank."""
+SWAPS = ("swap_matmul", "matmul_swap")
+"""Those whose rows are all a rank's own, and which cross by columns (``ulysses.py``)."""
+FUSED = ("gather_matmul", "matmul_scatter", "dispatch_matmul", "matmul_combine")
+"""Those that have a Triton kernel, too, of which the model says nothing."""
 IN_PLACE = ("gather_matmul", "matmul_scatter")
 """Those that can read peers' rows in place; in how many chunks is then all one, if not in one."""
 DIRECTIONS = ("forward", "backward")
@@ -47,8 +51,9 @@ DIRECTIONS = ("forward", "backward")
 class Work:
     """One operator in one direction, as the model and the stored measurements know it.
 
-    rows: of this rank's product: all ranks' rows in a linear layer, the rows of its experts in an MoE layer (for which
-        ranks must give the same number, as the mean over ranks). sent: columns that travel. other: those that do not.
+    rows: of this rank's product: all ranks' rows in a linear layer, its own beside a swap, those of its experts in an
+        MoE layer (for which ranks must give the same number, as the mean over ranks). sent: columns that travel. other:
+        those that do not.
     groups: products that the rows are spread over: experts of this rank.
 
     Raises:
@@ -87,16 +92,18 @@ class Work:
         """What the work puts on the network and the cores."""
         gathers, forward = self.operator in GATHERS, self.direction == "forward"
         moved = self.rows * (self.world - 1) // self.world * self.sent * self.dtype.itemsize
-        pieces, in_place = 1 if self.operator in EXPERTS else self.world, self.operator in IN_PLACE
+        swaps, in_place = self.operator in SWAPS, self.operator in IN_PLACE
+        pieces = 1 if self.operator in EXPERTS else self.world
         asked = 0
         if self.operator in EXPERTS:  # the handshake; and in combine's backward the weights, and their gradients
             asked = 3 if self.operator == "matmul_combine" and not forward else 1
         if gathers == forward:  # y of rows that arrive; or, of a gradient that arrives, grad_x and then grad_w
             product = Product(self.rows, self.sent, self.other, self.groups)
-            return Load(moved, 0, product, self.world, pieces, True, not forward, in_place, asked)
-        # y or grad_x, which leaves; with grad_x grad_w, for which x is gathered again
+            return Load(moved, 0, product, self.world, pieces, True, not forward, in_place, asked, swaps)
+        # y or grad_x, which leaves; with grad_x grad_w, for which a linear layer's x is gathered again
         product = Product(self.rows, self.other, self.sent, self.groups)
-        return Load(moved if gathers else 0, moved, product, self.world, pieces, False, gathers, in_place, asked)
+        again = moved if self.operator == "gather_matmul" else 0
+        return Load(again, moved, product, self.world, pieces, False, gathers, in_place, asked, swaps)
 
 
 @lru_cache(maxsize=4096)
@@ -122,7 +129,8 @@ class Load:
     """gathered, scattered: bytes that come before, and leave after, the product. pieces: products of a chunk: one for
     each rank whose rows it has, or one in all. waits: whether the product is of what comes. weight: whether the
     weights' gradient is computed, too; it needs everything that comes, and is as long as the product. in_place: whether
-    peers' rows can be read where they stand, if the group's memory is shared. asked: exchanges of next to nothing."""
+    peers' rows can be read where they stand, if the group's memory is shared. asked: exchanges of next to nothing.
+    swaps: whether a chunk is of all columns of some rows, which cross by columns."""
 
     gathered: int
     scattered: int
@@ -133,6 +141,7 @@ class Load:
     weight: bool
     in_place: bool
     asked: int
+    swaps: bool = False
 
 
 @dataclass(frozen=True)
@@ -192,6 +201,8 @@ def _gathering(load: Load, rates: Rates, chunks: int) -> float:
     comes = rates.transfer_s(load.gathered / chunks)
     product = rates.product_s(load.product)
     weight = product if load.weight else 0.0
+    if load.swaps:
+        return _taking_columns(load, rates, chunks, weight)
     if chunks == 1:
         return comes + product + weight
     own = load.product.rows / load.world
@@ -203,11 +214,42 @@ def _gathering(load: Load, rates: Rates, chunks: int) -> float:
     return now + weight
 
 
+def _taking_columns(load: Load, rates: Rates, chunks: int, weight: float) -> float:
+    """A swap, then the product: nothing but the own columns' part of the weights' gradient is there at once."""
+    comes = rates.transfer_s(load.gathered / chunks)
+    each = rates.product_s(load.product.of(load.product.rows / chunks))
+    begun = chunks * rates.chunk_s if chunks > 1 else 0.0
+    now = begun + (chunks * comes * (1 - rates.hides) if chunks > 1 or load.weight else 0.0) + weight / load.world
+    for chunk in range(1, chunks + 1):
+        now = max(now, chunk * comes) + each
+    return now + weight * (load.world - 1) / load.world
+
+
+def _sending_columns(load: Load, rates: Rates, chunks: int) -> float:
+    """The product, then a swap: the peers' columns of each chunk, then the own ones of all rows; a product each."""
+    leaves, world, product = rates.transfer_s(load.scattered / chunks), load.world, load.product
+    columns = replace(product, columns=math.ceil(product.columns / world))
+    peers = world - 1 if chunks > 1 else world  # one chunk has the own columns in it
+    each = peers * rates.product_s(columns.of(product.rows / chunks))
+    begun, taken = rates.chunk_s if chunks > 1 else 0.0, 1 - rates.hides
+    now = network = 0.0
+    for _ in range(chunks):
+        now += each + begun
+        network = max(network, now) + leaves
+        now += leaves * taken
+    now += rates.product_s(columns) if chunks > 1 else 0.0
+    return max(now + (rates.product_s(product) if load.weight else 0.0), network)
+
+
 def _scattering(load: Load, rates: Rates, chunks: int) -> float:
+    if load.swaps:
+        return _sending_columns(load, rates, chunks)
     comes, leaves = (rates.transfer_s(num_bytes / chunks) for num_bytes in (load.gathered, load.scattered))
     product = rates.product_s(load.product)
     pieces = load.pieces if chunks > 1 else 1
     each = pieces * rates.product_s(load.product.of(load.product.rows / pieces / chunks))
+    if chunks == 1 and load.asked:  # experts' step after the other: nothing is under way while anything is computed
+        return product + leaves + (product if load.weight else 0.0)
     taken, begun = 1 - rates.hides, rates.chunk_s if chunks > 1 else 0.0
     network = chunks * comes
     now = network * taken

@@ -118,6 +118,13 @@ def travelling_rows(rows_WE: Words, placement: ExpertPlacement) -> int:
     return int((sums_WW.sum(1) - sums_WW.diagonal()).max(initial=0))
 
 
+def pieces_by_source(rows_WE: Words, placement: ExpertPlacement, rank: int) -> tuple[tuple[Piece, ...], ...]:
+    """Where the rows of each rank stand among those of this rank's experts."""
+    rows_WL = rows_WE[:, placement.offsets[rank] : placement.offsets[rank + 1]]
+    start_LW = _starts(rows_WL.T)
+    return tuple(_pieces(start_LW[:, w, None], rows_L[:, None]) for w, rows_L in enumerate(rows_WL))
+
+
 class Board:
     """Which rows have arrived and are not computed yet, in runs as long as can be."""
 
@@ -130,7 +137,7 @@ class Board:
         pieces = self._chunks[chunk].pieces
         touched = {piece.expert for piece in pieces}
         own = [self._own.pop(expert) for expert in touched if expert in self._own]
-        return _merged(sorted((*pieces, *own), key=lambda piece: piece.first))
+        return merged(sorted((*pieces, *own), key=lambda piece: piece.first))
 
     def own(self) -> Iterator[Piece]:
         """Own rows, those of the experts whose others come last first; taken one by one, as there is time."""
@@ -170,10 +177,10 @@ def _pieces(first_LX: Words, rows_LX: Words) -> tuple[Piece, ...]:
     filled = np.nonzero(rows_LX)
     firsts, rows = first_LX[filled].tolist(), rows_LX[filled].tolist()
     found = zip(filled[0].tolist(), firsts, rows, strict=True)
-    return _merged(Piece(expert, first, first + count) for expert, first, count in found)
+    return merged(Piece(expert, first, first + count) for expert, first, count in found)
 
 
-def _merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+def merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
     """Neighbours of one expert joined."""
     found: list[Piece] = []
     for piece in pieces:

@@ -14,7 +14,7 @@ from moe_comm.errors import InputError
 from moe_comm.kernels.expert_mm import align, expert_mm, product_into
 from moe_comm.kernels.wanted import wanted_gradients
 from moe_comm.overlap.crossing import Piece
-from moe_comm.runtime.memory import warm_like
+from moe_comm.runtime.memory import warm_like, warm_rows
 
 
 def weights_fault(dispatcher: Dispatcher, w_EGD: Tensor, rows: Tensor, operator: str) -> InputError | None:
@@ -54,7 +54,7 @@ def combine_fault(
 
 def grouped_mm(rows_RD: Tensor, rows_per_expert: tuple[int, ...], w_EGD: Tensor) -> Tensor:
     """[R, G] = rows @ w[e].T, expert by expert: the reference of what is computed in pieces. No autograd."""
-    h_RG = rows_RD.new_empty(rows_RD.shape[0], w_EGD.shape[1])
+    h_RG = warm_rows(rows_RD.shape[0], w_EGD.shape[1], rows_RD.dtype, rows_RD.device)
     aligned, aligned_w = align(rows_RD), align(w_EGD)
     for rows, h, w in zip(rows_RD.split(rows_per_expert), h_RG.split(rows_per_expert), w_EGD, strict=True):
         if rows.shape[0]:
@@ -64,6 +64,8 @@ def grouped_mm(rows_RD: Tensor, rows_per_expert: tuple[int, ...], w_EGD: Tensor)
 
 def grouped_linear(rows_RD: Tensor, rows_per_expert: tuple[int, ...], w_EGD: Tensor) -> Tensor:
     """``grouped_mm``, differentiable once."""
+    if not (torch.is_grad_enabled() and (rows_RD.requires_grad or w_EGD.requires_grad)):
+        return grouped_mm(rows_RD, rows_per_expert, w_EGD)
     return _GroupedLinear.apply(rows_RD, w_EGD, rows_per_expert)  # type: ignore[no-any-return]
 
 
@@ -119,8 +121,12 @@ class ExpertGradients:
 
     def at_once(self) -> Tensor:
         """``result``, where all pieces were there from the beginning."""
-        self._due = deque(range(len(self._left)))
+        self.all_there()
         return self.result()
+
+    def all_there(self) -> None:
+        """All pieces are, from the beginning."""
+        self._due = deque(range(len(self._left)))
 
     def result(self) -> Tensor:
         """[E, G, D], after all pieces."""

@@ -41,8 +41,8 @@ from moe_comm.overlap.matmul_combine import Gradients
 from moe_comm.overlap.passage import Homeward, Outward, Passage, follow
 from moe_comm.runtime.memory import warm_rows
 
-PRODUCTS = 3
-"""Products of width F that an expert has for a row: gate, up and down; two transfers hide behind them."""
+FIRST_PRODUCTS = 2
+"""Products of width F that an expert has for a row before the last one: gate and up."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +109,7 @@ class ExpertFlight:
             width: F of the experts, from which "auto" learns how much there is to hide behind; alike on every rank.
 
         Raises:
+            ConfigError: Triton is asked for, which has kernels for the two operators only.
             InputError, RoutingError, RankMismatch: on every rank, before rows move.
             PeerDied, PeerTimeout: a rank is gone, or did not call in time.
         """
@@ -127,6 +128,7 @@ class ExpertFlight:
         label: str,
     ) -> Passage:
         """The first half of ``begin``: nothing has left yet."""
+        overlap.check_fused("a whole expert layer")
         if weights_TK.shape != ids_TK.shape or weights_TK.device != x_TD.device:
             fault = InputError(
                 f"weights must be {tuple(ids_TK.shape)} on {x_TD.device}, like the ids; got {tuple(weights_TK.shape)} "
@@ -134,8 +136,10 @@ class ExpertFlight:
             )
             dispatcher.refuse(fault, x_TD, label=label)
         weights_grad = torch.is_grad_enabled() and weights_TK.requires_grad
-        width = PRODUCTS * width // 2
-        return Passage.open(dispatcher, x_TD, ids_TK, overlap, width=width, weights_grad=weights_grad, label=label)
+        first = FIRST_PRODUCTS * width
+        return Passage.open(
+            dispatcher, x_TD, ids_TK, overlap, width=first, width_back=width, weights_grad=weights_grad, label=label
+        )
 
     @classmethod
     def over(cls, passage: Passage, x_TD: Tensor, weights_TK: Tensor) -> ExpertFlight:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from moe_comm.kernels.row_invariant import row_invariant_mm
 from moe_comm.kernels.wanted import wanted_gradients
 from moe_comm.overlap.chunked import Arrival, Lines, exact_mm, scattered_mm
+from moe_comm.overlap.cost import Work
 from moe_comm.overlap.shared import Traffic, in_place, reads_in_place
+from moe_comm.overlap.store import TRITON
+
+if TYPE_CHECKING:
+    from moe_comm.overlap.triton.linear import Kernels
 
 T = TypeVar("T")
 
@@ -51,6 +59,29 @@ def carried(lines: Lines, traffic: Traffic, body: Callable[[Way], T]) -> T:
         if done is not None:
             return done
     return body(Chunked(lines))
+
+
+work_of = lru_cache(maxsize=1024)(Work)
+"""The same object for the same sizes: making it, and hashing it anew, would take as long as a product of few rows."""
+
+
+def differentiated(*tensors: Tensor) -> bool:
+    """Whether autograd will ask for gradients of any of these."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def fused(lines: Lines, group: ProcessGroup, like: Tensor) -> Kernels | None:
+    """The Triton kernels, if they are chosen for this pass.
+
+    Raises:
+        MissingDependency: Triton is not installed. InputError: they do not take this dtype.
+        ConfigError: CPU tensors outside Triton's interpreter.
+    """
+    if lines.choice.backend != TRITON:
+        return None
+    from moe_comm.overlap.triton.linear import Kernels  # needs Triton
+
+    return Kernels.of(group, like, lines.choice.programs or None)
 
 
 def product(x_RK: Tensor, w_NK: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ backward   gradients cross in chunks   own rows, then each chunk as it arrives: 
 
 COMET cuts the columns, so that the first sums of a token can be taken, and sent, after one slice of all its experts.
 Here the rows themselves go back, which keeps the bits at every number of ranks, and they can go as soon as they are
-computed, expert after expert, with whole products.
+computed, expert after expert, with whole products. Between CPU ranks that share memory they are read where they stand
+(``shared_experts.py``).
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ from moe_comm.kernels.expert_mm import align, expert_mm
 from moe_comm.kernels.wanted import wanted_gradients
 from moe_comm.overlap.crossing import Piece
 from moe_comm.overlap.expert_products import ExpertGradients, combine_fault, grouped_linear, grouped_mm
+from moe_comm.overlap.fused_experts import fused_combine
 from moe_comm.overlap.passage import Homeward, Outward, Passage, follow, lead
+from moe_comm.overlap.shared_experts import shared_combine
+from moe_comm.overlap.shared_passage import SharedPassage
 from moe_comm.runtime.memory import warm_rows
 
 
-def matmul_combine(rows_RF: Tensor, w_EDF: Tensor, weights_TK: Tensor, passage: Passage) -> Tensor:
+def matmul_combine(rows_RF: Tensor, w_EDF: Tensor, weights_TK: Tensor, passage: Passage | SharedPassage) -> Tensor:
     """[T, D] the weighted sum of each token's experts. Collective; differentiable once.
 
     Args:
@@ -49,13 +53,18 @@ def matmul_combine(rows_RF: Tensor, w_EDF: Tensor, weights_TK: Tensor, passage: 
     fault = combine_fault(passage.dispatcher, layout, rows_RF, w_EDF, weights_TK)
     if fault is not None:
         passage.refuse("combine", fault)
-    if passage.chunks == 1:
+    if isinstance(passage, SharedPassage):
+        return shared_combine(rows_RF, w_EDF, weights_TK, passage)
+    if passage.fused is not None:
+        return fused_combine(passage, rows_RF, w_EDF, weights_TK)
+    forward, backward = passage.each_way("matmul_combine", rows_RF.shape[1])
+    if forward.chunks == backward.chunks == 1:
         results_RD = grouped_linear(rows_RF, layout.rows_per_expert, w_EDF)
         return passage.dispatcher.combine(results_RD, weights_TK, layout)
-    return _MatmulCombine.apply(rows_RF, w_EDF, weights_TK, passage)  # type: ignore[no-any-return]
+    return _MatmulCombine.apply(rows_RF, w_EDF, weights_TK, forward, backward)  # type: ignore[no-any-return]
 
 
-def reference(rows_RF: Tensor, w_EDF: Tensor, weights_TK: Tensor, passage: Passage) -> Tensor:
+def reference(rows_RF: Tensor, w_EDF: Tensor, weights_TK: Tensor, passage: Passage | SharedPassage) -> Tensor:
     """The forward pass one step after the other: the bits that ``matmul_combine`` must give."""
     layout: Layout = passage.layout
     return passage.dispatcher.combine(grouped_mm(rows_RF, layout.rows_per_expert, w_EDF), weights_TK, layout)
@@ -63,10 +72,17 @@ def reference(rows_RF: Tensor, w_EDF: Tensor, weights_TK: Tensor, passage: Passa
 
 class _MatmulCombine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_RF: Tensor, w_EDF: Tensor, weights_TK: Tensor, passage: Passage) -> Tensor:
+    def forward(
+        ctx: Any, rows_RF: Tensor, w_EDF: Tensor, weights_TK: Tensor, passage: Passage, backward: Passage
+    ) -> Tensor:
+        wide_TK, rows_RF, needs_dots = weights_TK.to(passage.wide), rows_RF.contiguous(), ctx.needs_input_grad[2]
+        ctx.passage, ctx.weights_dtype = backward, weights_TK.dtype
+        if passage.chunks == 1:
+            results_RD = grouped_mm(rows_RF, passage.layout.rows_per_expert, w_EDF)
+            ctx.save_for_backward(rows_RF, w_EDF, wide_TK, results_RD if needs_dots else None)
+            return passage.sum_at_once(results_RD, wide_TK, passage.header("combine", needs_dots))
         results_RD = warm_rows(rows_RF.shape[0], w_EDF.shape[1], rows_RF.dtype, rows_RF.device)
-        homeward = Homeward(passage, results_RD, passage.begin("combine", ctx.needs_input_grad[2]))
-        rows_RF = rows_RF.contiguous()
+        homeward = Homeward(passage, results_RD, passage.begin("combine", needs_dots))
         aligned, aligned_w = align(rows_RF), align(w_EDF)
 
         def compute(piece: Piece) -> None:
@@ -74,9 +90,7 @@ class _MatmulCombine(torch.autograd.Function):
             expert_mm(aligned(rows_RF[piece.rows]), w.t(), results_RD[piece.rows])
 
         lead(passage.crossing, compute, homeward.start)
-        wide_TK = weights_TK.to(passage.wide)
-        ctx.save_for_backward(rows_RF, w_EDF, wide_TK, results_RD if ctx.needs_input_grad[2] else None)
-        ctx.passage, ctx.weights_dtype = passage, weights_TK.dtype
+        ctx.save_for_backward(rows_RF, w_EDF, wide_TK, results_RD if needs_dots else None)
         return homeward.summed(wide_TK)
 
     @staticmethod
@@ -84,7 +98,15 @@ class _MatmulCombine(torch.autograd.Function):
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         rows_RF, w_EDF, wide_TK, results_RD = ctx.saved_tensors
         passage: Passage = ctx.passage
-        needs_rows, needs_w, _, _ = wanted_gradients(ctx)
+        needs_rows, needs_w = wanted_gradients(ctx)[:2]
+        if passage.chunks == 1:
+            header = passage.header("combine backward", results_RD is not None)
+            grad_RD, grad_TK = passage.spread_at_once(grad_TD, results_RD, wide_TK, header)
+            sizes = passage.layout.rows_per_expert
+            grad_rows_RF = grouped_mm(grad_RD, sizes, w_EDF.transpose(1, 2)) if needs_rows else None
+            grad_w = ExpertGradients(sizes, grad_RD, rows_RF, w_EDF).at_once() if needs_w else None
+            grad_TK = None if grad_TK is None else grad_TK.to(ctx.weights_dtype)
+            return grad_rows_RF, grad_w, grad_TK, None, None
         arriving = Gradients(passage, grad_TD, wide_TK, results_RD is not None)
         grad_rows_RF = torch.empty_like(rows_RF)
         weight = ExpertGradients(passage.layout.rows_per_expert, arriving.rows_RD, rows_RF, w_EDF) if needs_w else None
@@ -102,7 +124,7 @@ class _MatmulCombine(torch.autograd.Function):
         dots = arriving.start_dots(results_RD)
         grad_w = None if weight is None else weight.result()
         grad_TK = None if dots is None else dots().to(ctx.weights_dtype)
-        return grad_rows_RF if needs_rows else None, grad_w, grad_TK, None
+        return grad_rows_RF if needs_rows else None, grad_w, grad_TK, None, None
 
 
 class Gradients(Outward):

@@ -12,9 +12,10 @@ same payload, and the sums are taken where it takes them: the same bits, whateve
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -29,9 +30,15 @@ from moe_comm.dispatch.payload import bytes_per_row, pack, unpack
 from moe_comm.dispatch.sums import weighted_sum
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.overlap.chunked import Overlap
-from moe_comm.overlap.cost import Work
+from moe_comm.overlap.cost import DIRECTIONS, Work
 from moe_comm.overlap.crossing import Board, Crossing, Piece, travelling_rows
+from moe_comm.overlap.store import CHUNKED, TRITON
+from moe_comm.overlap.tuning import choose
 from moe_comm.runtime.memory import take, warm_rows
+from moe_comm.runtime.meter import COMMUNICATION
+
+if TYPE_CHECKING:
+    from moe_comm.overlap.triton.launch import TritonPassage
 
 COST = 4
 """A chunk of experts' rows costs so many times as much as a linear layer's, and has to be that much larger: there is
@@ -43,6 +50,7 @@ class Passage:
     """Where the rows of one dispatch go, and in how many chunks.
 
     opening: the handshake of the dispatch. small: one chunk, of less than is worth one: better step after step.
+    overlap: what was asked for. fused: the same for Triton kernels, if these have moved the rows.
 
     Attributes:
         layout: as ``Dispatcher.dispatch`` gives it; its rows stand alike.
@@ -53,6 +61,8 @@ class Passage:
     opening: Header
     chunks: int
     small: bool
+    overlap: Overlap
+    fused: TritonPassage | None = None
 
     @classmethod
     def open(
@@ -63,6 +73,7 @@ class Passage:
         overlap: Overlap,
         *,
         width: int,
+        width_back: int | None = None,
         weights_grad: bool = False,
         label: str = "",
     ) -> Passage:
@@ -70,6 +81,8 @@ class Passage:
 
         Args:
             width: columns, beside those that travel, of the product that a transfer hides behind; alike on every rank.
+            width_back: the same of the product before the way back, if the chunks are to be those of both ways and
+                directions; None: of the way to the experts alone.
             weights_grad: the backward pass will send gradients of routing weights; compared between ranks.
 
         Raises:
@@ -79,8 +92,9 @@ class Passage:
         """
         if not overlaps(dispatcher):
             raise ConfigError(
-                f"only the dispatcher all_to_all overlaps, with payloads that carry their own scales; this is "
-                f"{dispatcher.name} with {dispatcher.options.payloads}"
+                f"only the dispatcher all_to_all overlaps (and shared_memory, where dispatch_matmul and matmul_combine "
+                f"are called by themselves), with payloads that carry their own scales; this is {dispatcher.name} with "
+                f"{dispatcher.options.payloads}"
             )
         header = dispatcher.dispatch_header(x_TD, ids_TK, label)
         header = replace(header, requires_grad=header.requires_grad + 2 * weights_grad)
@@ -90,14 +104,44 @@ class Passage:
         row_bytes = bytes_per_row(layout.hidden, payload, layout.dtype)
         worth = travelling_rows(rows_WE, dispatcher.placement) * row_bytes // COST
         chunks = overlap.chunks_of(worth)
-        if isinstance(overlap.chunks, str):
-            world, experts = dispatcher.world, dispatcher.num_experts
-            mean = int(rows_WE.sum()) // world
-            work = Work(
-                "dispatch_matmul", "forward", mean, layout.hidden, width, layout.dtype, world, -(-experts // world)
-            )
-            chunks = overlap.chunks_for(work, dispatcher.channel, x_TD.device)
-        return cls(dispatcher, layout, header, chunks, chunks == 1 and worth < overlap.chunk_bytes)
+        passage = cls(dispatcher, layout, header, chunks, chunks == 1 and worth < overlap.chunk_bytes, overlap)
+        if isinstance(overlap.chunks, str) and overlap.backend != TRITON:
+            works = passage.works("dispatch_matmul", width)[:1]
+            if width_back is not None:
+                works = (*passage.works("dispatch_matmul", width), *passage.works("matmul_combine", width_back))
+            chunks = choose(works[0] if len(works) == 1 else works, dispatcher.channel, x_TD.device, (CHUNKED,)).chunks
+            passage = replace(passage, chunks=chunks, small=chunks == 1 and worth < overlap.chunk_bytes)
+        return passage
+
+    def works(self, operator: str, width: int) -> tuple[Work, ...]:
+        """``operator`` beside a product of ``width`` columns, forward and backward; alike on every rank."""
+        layout, world = self.layout, self.dispatcher.world
+        mean, groups = int(self.routes.rows_WE.sum()) // world, -(-self.dispatcher.num_experts // world)
+        return tuple(
+            Work(operator, direction, mean, layout.hidden, width, layout.dtype, world, groups)
+            for direction in DIRECTIONS
+        )
+
+    def each_way(self, operator: str, width: int) -> tuple[Passage, Passage]:
+        """This passage in the chunks of ``operator`` forward, and backward: those asked for, or with "auto" what is
+        best for each. The first call for a shape is collective then."""
+        if not isinstance(self.overlap.chunks, str):
+            return self, self
+        channel, device = self.dispatcher.channel, self.layout.device
+        forward, backward = (choose(work, channel, device, (CHUNKED,)).chunks for work in self.works(operator, width))
+        return self._in(forward), self._in(backward)
+
+    def _in(self, chunks: int) -> Passage:
+        if chunks == self.chunks:
+            return self
+        if chunks not in self._others:
+            self._others[chunks] = replace(self, chunks=chunks)
+        return self._others[chunks]
+
+    @cached_property
+    def _others(self) -> dict[int, Passage]:
+        """In other numbers of chunks."""
+        return {}
 
     @cached_property
     def crossing(self) -> Crossing:
@@ -111,6 +155,21 @@ class Passage:
             self.dispatcher, x_TD, lambda x: (self.dispatcher.send(x, self.layout, self.opening), self.layout)
         )
 
+    def sum_at_once(self, rows_RD: Tensor, weights_TK: Tensor | None, header: Header) -> Tensor:
+        """[T, D] the sum of each token's results, in one step; without autograd."""
+        with self._moving():
+            return self.dispatcher._sum(rows_RD, weights_TK, self.layout, header)
+
+    def spread_at_once(
+        self, grad_TD: Tensor, results_RD: Tensor | None, weights_TK: Tensor, header: Header
+    ) -> tuple[Tensor, Tensor | None]:
+        """[R, D] the gradients of the results, and with ``results_RD`` [T, K] of the weights, in one step."""
+        with self._moving():
+            return self.dispatcher._spread(grad_TD, results_RD, weights_TK, self.layout, header)
+
+    def _moving(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.dispatcher.group is None else COMMUNICATION
+
     @property
     def wide(self) -> torch.dtype:
         """What routing weights are multiplied in."""
@@ -120,6 +179,17 @@ class Passage:
     def routes(self) -> Routes:
         found: Routes = self.layout.state
         return found
+
+    @cached_property
+    def landed_TK(self) -> Tensor:
+        """[T, K] place of each slot's result where own ones stand first, then chunk after chunk; -1 where dropped."""
+        crossing, routes = self.crossing, self.routes
+        slots_S = torch.arange(routes.slot_S.shape[0], device=self.layout.device)
+        if not len(slots_S):
+            return routes.place_TK
+        landed_S = torch.cat((slots_S[crossing.own_slots], *(chunk.leaving_S for chunk in crossing.chunks)))
+        at_S = torch.empty_like(slots_S).index_copy_(0, landed_S, slots_S)
+        return torch.where(routes.place_TK < 0, routes.place_TK, at_S[routes.place_TK.clamp(min=0)])
 
     def header(self, op: str, weights_grad: bool = False) -> Header:
         """Of an operation that follows from the one before without a caller in between: it needs no handshake."""
@@ -188,18 +258,34 @@ class Homeward:
         self._passage, self._rows_RD = passage, rows_RD
         self._payload, self._doing = passage.dispatcher.options.payloads.of(header.op), describe(header)
         self._coming: list[Coming] = []
+        self._landing_SD: Tensor | None = None
+        if not self._payload.narrows(rows_RD.dtype):  # it needs no room but that from which it is summed
+            slots = passage.routes.slot_S.shape[0]
+            self._landing_SD = warm_rows(slots, rows_RD.shape[1], rows_RD.dtype, rows_RD.device)
+            self._landed = passage.crossing.own_R.shape[0]
 
     def start(self, chunk: int) -> None:
         """Send the results of a chunk, which are all computed. Chunks start in order."""
         part = self._passage.crossing.chunks[chunk]
         packed_RX = pack(take(self._rows_RD, part.arriving_R), self._payload)
         channel = self._passage.dispatcher.channel
-        self._coming.append(channel.start_all_to_all(packed_RX, part.receive, part.send, self._doing))
+        if self._landing_SD is None:
+            coming = channel.start_all_to_all(packed_RX, part.receive, part.send, self._doing)
+        else:
+            first, self._landed = self._landed, self._landed + sum(part.send)
+            out = self._landing_SD[first : self._landed]
+            coming = channel.start_all_to_all(packed_RX, part.receive, part.send, self._doing, out)
+        self._coming.append(coming)
 
     def summed(self, weights_TK: Tensor | None) -> Tensor:
         """[T, D] the sum of each token's results, after all have been started."""
         crossing, routes = self._passage.crossing, self._passage.routes
         rows_RD = self._rows_RD
+        if self._landing_SD is not None:
+            torch.index_select(rows_RD, 0, crossing.own_R, out=self._landing_SD[: crossing.own_R.shape[0]])
+            for coming in self._coming:
+                coming()
+            return weighted_sum(self._landing_SD, self._passage.landed_TK, weights_TK)
         rows_SD = warm_rows(routes.slot_S.shape[0], rows_RD.shape[1], rows_RD.dtype, rows_RD.device)
         rows_SD[crossing.own_slots] = self._unpacked(pack(take(rows_RD, crossing.own_R), self._payload))
         for chunk, coming in zip(crossing.chunks, self._coming, strict=True):

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from moe_comm.kernels.row_invariant import row_invariant_mm
 from moe_comm.overlap.chunked import Arrival, Lines
+from moe_comm.overlap.store import SHARED
 from moe_comm.runtime.meter import COMMUNICATION
 from moe_comm.runtime.shared import DTYPE_CODES, block, native
 
@@ -134,7 +135,7 @@ def reads_in_place(lines: Lines, like: Tensor) -> bool:
 
     One chunk is one step after the other. None, of zero rows, is for ``in_place``, which compares what ranks do.
     """
-    return len(lines.spans) != 1 and lines.channel.adds(like)
+    return lines.choice.backend == SHARED and len(lines.spans) != 1 and lines.channel.adds(like)
 
 
 def in_place(lines: Lines, traffic: Traffic, body: Callable[[SharedWay], T]) -> T | None:

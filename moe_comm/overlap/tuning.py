@@ -3,279 +3,46 @@
     choose(work)   ──▶ known for this group and bucket of rows?  ──▶ done, in microseconds
                        │ no: collective, the same on every rank
                        ├─ the group's rates, once for each dtype (``rates.py``)
-                       ├─ a measurement that ``moe-comm tune`` stored: same machine, ranks, hosts, threads, dtype, and
-                       │  near in shape; between hosts only with a link like this one's
+                       ├─ a measurement that ``moe-comm tune`` stored (``store.py``): same machine, ranks, hosts,
+                       │  threads, dtype, and near in shape; between hosts only with a link like this one's
                        ├─ else the cost model (``cost.py``)
                        └─ the first rank's choice is told to all: hosts may have different files
 
-Stored measurements are one JSON file a machine, in the user's cache directory. A file that cannot be read, of another
-version or from another machine, is ignored with a warning: what it would have told is only about speed.
+Where one choice has to serve several operators and directions, it is the one whose sum of their times is smallest.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
-import math
-import os
-import tempfile
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 
 from moe_comm.dispatch.channel import Channel
 from moe_comm.dispatch.handshake import digest
-from moe_comm.errors import ConfigError, RankMismatch
-from moe_comm.overlap.cost import IN_PLACE, Rates, Work, cheapest
+from moe_comm.errors import RankMismatch
+from moe_comm.overlap.cost import CHUNKS, IN_PLACE, MARGIN, Rates, Work, cheapest, predict
 from moe_comm.overlap.rates import measure_rates
-from moe_comm.runtime.cpu_guard import read_cpuinfo
+from moe_comm.overlap.store import (
+    BACKENDS,
+    CHUNKED,
+    SHARED,
+    TRITON,
+    Choice,
+    Place,
+    Store,
+    cache_folder,
+    read_store,
+)
 
-VERSION = 1
-NEAR = 2.0
-"""A measurement holds for shapes up to so many times as large or small in each dimension, and links as fast."""
-CHUNKED, SHARED = "chunked", "shared_memory"
-TEXT_BYTES = 256
-"""Of a choice as ranks tell it to each other."""
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Choice:
-    """How to run an operator."""
-
-    backend: str = CHUNKED
-    chunks: int = 1
-
-    def __str__(self) -> str:
-        chunks = "1 chunk" if self.chunks == 1 else f"{self.chunks} chunks"
-        return {CHUNKED: chunks, SHARED: "in place"}.get(self.backend, f"{self.backend}, {chunks}")
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where measurements hold. hosts: that the ranks are on. shared: whether they read each other's memory. threads: of
-    each CPU rank. device: cpu, or the GPU's name. bytes_per_s: that reach a rank."""
-
-    hosts: int
-    shared: bool
-    threads: int
-    device: str
-    bytes_per_s: float
-
-    def near(self, other: Place) -> bool:
-        """Whether what was measured at one holds at the other. Inside a host the link is the machine's."""
-        same = replace(self, bytes_per_s=0.0) == replace(other, bytes_per_s=0.0)
-        slow, fast = sorted((self.bytes_per_s, other.bytes_per_s))
-        return same and (self.hosts == 1 or fast <= NEAR * slow)
-
-
-@dataclass(frozen=True)
-class Tried:
-    """A choice, what it took, and what the cost model says that it takes."""
-
-    choice: Choice
-    ms: float
-    predicted_ms: float
-
-    @property
-    def error(self) -> float:
-        """|predicted / measured - 1|."""
-        return abs(self.predicted_ms / self.ms - 1)
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One operator of one shape. tried: the first is in one chunk. best: what to do, by its place among them."""
-
-    work: Work
-    place: Place
-    tried: tuple[Tried, ...]
-    best: int
-
-    @property
-    def serial(self) -> Tried:
-        """In one chunk."""
-        return self.tried[0]
-
-    @property
-    def chosen(self) -> Tried:
-        return self.tried[self.best]
-
-    def to_json(self) -> dict[str, Any]:
-        """What ``from_json`` takes."""
-        return {**asdict(self), "work": asdict(self.work) | {"dtype": str(self.work.dtype).removeprefix("torch.")}}
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> Measured:
-        """What ``to_json`` gave.
-
-        Raises:
-            KeyError, TypeError, ValueError, AttributeError: it is not that.
-        """
-        work = _rebuilt(Work, raw["work"], dtype=getattr(torch, raw["work"]["dtype"]))
-        tried = tuple(
-            _rebuilt(
-                Tried,
-                one,
-                choice=_rebuilt(
-                    Choice,
-                    one["choice"],
-                ),
-            )
-            for one in raw["tried"]
-        )
-        found = cls(work, _rebuilt(Place, raw["place"]), tried, int(raw["best"]))
-        positive = [v for t in tried for v in (t.ms, t.predicted_ms, t.choice.chunks)] + [found.place.bytes_per_s]
-        if not all(0 < value < math.inf for value in positive) or not 0 <= found.best < len(tried):
-            raise ValueError("times, rates and chunks must be positive, and one of them the best")
-        if not isinstance(work.dtype, torch.dtype):
-            raise ValueError(f"no dtype: {raw['work']['dtype']!r}")
-        return found
-
-
-def _rebuilt(kind: type[T], raw: Mapping[str, Any], **given: Any) -> T:
-    """A dataclass of plain values from what JSON has of it; ``given`` for the other fields."""
-    casts: dict[Any, Callable[[Any], Any]] = {"int": int, "float": float, "str": str, "bool": bool}
-    plain = {f.name: casts[f.type](raw[f.name]) for f in fields(kind) if f.name not in given}  # type: ignore[arg-type]
-    return kind(**plain, **given)
-
-
-@dataclass(frozen=True)
-class Store:
-    """What was measured on a machine."""
-
-    measured: tuple[Measured, ...] = ()
-
-    def find(self, work: Work, place: Place) -> Choice | None:
-        """What was best for the nearest shape; None if none is near.
-
-        Rows up to which one step after the other won, whatever the shape, are run so however few they are.
-        """
-        same = [m for m in self.measured if _kind(m.work) == _kind(work) and m.place.near(place)]
-        near = [(_distance(m.work, work, ("rows", "sent", "other")), m) for m in same]
-        distance, best = min(near, key=lambda pair: pair[0], default=(math.inf, None))
-        if best is not None and distance < math.inf:
-            return best.chosen.choice
-        alike = [m for m in same if _distance(m.work, work, ("sent", "other")) < math.inf]
-        return Choice() if work.rows <= fallback_rows(alike) else None
-
-    def merged(self, more: Iterable[Measured]) -> Store:
-        """With ``more`` in place of what was measured before in the same place and shape."""
-        more = tuple(more)
-        new = [(m.work, m.place) for m in more]
-        kept = (m for m in self.measured if not any(m.work == work and m.place.near(place) for work, place in new))
-        return Store((*kept, *more))
-
-
-def fallback_rows(measured: Iterable[Measured]) -> int:
-    """The most rows up to which, from the fewest on, one step after the other was best; 0 where it never was."""
-    found = 0
-    for m in sorted(measured, key=lambda m: m.work.rows):
-        if m.chosen.choice.chunks > 1:
-            break
-        found = m.work.rows
-    return found
-
-
-def prediction_error(measured: Sequence[Measured]) -> dict[str, float]:
-    """``median`` and ``worst`` of |predicted / measured - 1|; empty without measurements."""
-    errors = sorted(tried.error for m in measured for tried in m.tried)
-    middle = len(errors) // 2
-    if not errors:
-        return {}
-    return {
-        "median": errors[middle] if len(errors) % 2 else sum(errors[middle - 1 : middle + 1]) / 2,
-        "worst": errors[-1],
-    }
-
-
-def _kind(work: Work) -> tuple[Any, ...]:
-    return work.operator, work.direction, work.dtype, work.world, work.groups
-
-
-def _distance(one: Work, other: Work, sizes: Sequence[str]) -> float:
-    """Sum of the logarithms of how many times larger the sizes of one are; infinite if one is too far."""
-    steps = [abs(math.log2(max(getattr(one, s), 1) / max(getattr(other, s), 1))) for s in sizes]
-    return sum(steps) if max(steps) <= math.log2(NEAR) else math.inf
-
-
-# --- the file ---
-
-
-def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where this user's measurements are kept: ``moe_comm/overlap`` in XDG_CACHE_HOME, or in ~/.cache."""
-    base = environment.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "moe_comm" / "overlap"
-
-
-def machine_name() -> str:
-    """Processor, number of them, and torch's version: what measurements depend on beside their ``Place``."""
-    lines = read_cpuinfo().splitlines()
-    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "processor")
-    return f"{model}, {os.cpu_count()} cores, torch {'.'.join(torch.__version__.split('.')[:2])}"
-
-
-def store_path(folder: Path, machine: str | None = None) -> Path:
-    """The file of a machine, by default of this one."""
-    key = hashlib.sha256((machine or machine_name()).encode()).hexdigest()[:12]
-    return folder / f"tuned-{key}.json"
-
-
-def load_store(folder: Path) -> Store:
-    """This machine's measurements; none, with a warning, where the file cannot be used."""
-    path = store_path(folder)
-    try:
-        raw = json.loads(path.read_text())
-        if raw["version"] != VERSION:
-            problem = f"is of version {raw['version']!r}, and this is moe_comm's version {VERSION}"
-        elif raw["machine"] != machine_name():
-            problem = f"is of another machine ({raw['machine']}; this is {machine_name()})"
-        else:
-            return Store(tuple(Measured.from_json(one) for one in raw["measured"]))
-    except FileNotFoundError:
-        return Store()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
-        problem = f"cannot be read ({type(error).__name__}: {error})"
-    warnings.warn(f"{path} {problem}; ignored. Run moe-comm tune to measure again", RuntimeWarning, stacklevel=2)
-    return Store()
-
-
-def save_store(folder: Path, store: Store, facts: Mapping[str, Any] | None = None) -> Path:
-    """Write this machine's measurements: all of the file or nothing of it, whoever reads or is killed meanwhile.
-
-    Args:
-        facts: what else a person may want to know of the measurement.
-    """
-    path = store_path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    found = {
-        "version": VERSION,
-        "machine": machine_name(),
-        "prediction_error": prediction_error(store.measured),
-        "facts": dict(facts or {}),
-        "measured": [m.to_json() for m in store.measured],
-    }
-    file, name = tempfile.mkstemp(dir=folder, prefix=path.name, suffix=".part")
-    try:
-        with os.fdopen(file, "w") as out:
-            out.write(json.dumps(found, indent=1) + "\n")
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
-    return path
-
-
-# --- the choice ---
+CHOICE_BYTES, PROBLEM_BYTES = 256, 512
+"""Of a choice, and of what is wrong with the stored measurements, as ranks tell them to each other."""
+Works = Work | tuple[Work, ...]
 
 
 @dataclass
@@ -283,7 +50,7 @@ class _Known:
     """Of one group: rates by (dtype, device type), and what was chosen."""
 
     rates: dict[tuple[torch.dtype, str], Rates] = field(default_factory=dict)
-    chosen: dict[tuple[Work, str], Choice] = field(default_factory=dict)
+    chosen: dict[tuple[Works, str, tuple[str, ...]], Choice] = field(default_factory=dict)
 
 
 class _State:
@@ -307,8 +74,13 @@ def configure_tuning(folder: Path | None = None) -> None:
     _state.known.clear()
 
 
-def choose(work: Work, channel: Channel, device: torch.device) -> Choice:
+def choose(work: Works, channel: Channel, device: torch.device, backends: tuple[str, ...] = BACKENDS) -> Choice:
     """How to run ``work`` over ``channel``: the same on every rank. Collective on a shape's first call.
+
+    Args:
+        work: several are to be run in the same way.
+        backends: to choose from. Triton kernels only where they were measured to be best, or nothing else is allowed;
+            never on a CPU then.
 
     Raises:
         RankMismatch: ranks ask about different work.
@@ -316,10 +88,11 @@ def choose(work: Work, channel: Channel, device: torch.device) -> Choice:
     known = _state.known.get(channel)
     if known is None:
         known = _state.known[channel] = _Known()
-    bucket = work.bucket()
-    choice = known.chosen.get((bucket, device.type))
+    bucket = work.bucket() if isinstance(work, Work) else tuple(one.bucket() for one in work)
+    key = bucket, device.type, backends
+    choice = known.chosen.get(key)
     if choice is None:
-        choice = known.chosen[bucket, device.type] = _agreed(bucket, channel, known, device)
+        choice = known.chosen[key] = _agreed(bucket, channel, known, device, backends)
     return choice
 
 
@@ -344,19 +117,79 @@ def as_run(chunks: int, work: Work, rates: Rates) -> Choice:
     return Choice(SHARED if in_place else CHUNKED, chunks)
 
 
-def _agreed(work: Work, channel: Channel, known: _Known, device: torch.device) -> Choice:
-    """The first rank's choice."""
-    rates = rates_of(channel, work.dtype, device)
-    choice = Choice(CHUNKED, 1)
+def on_gpus(device: torch.device) -> bool:
+    """Whether Triton kernels can be chosen by themselves there."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
+def _agreed(work: Works, channel: Channel, known: _Known, device: torch.device, backends: tuple[str, ...]) -> Choice:
+    """The first rank's choice. What goes wrong with its measurements is a warning on every rank, and the model's choice
+    counts: a rank that raised alone would leave the others waiting."""
+    works = (work,) if isinstance(work, Work) else work
+    doing = f"choosing chunks for {', '.join(map(str, works))}"
+    asked = torch.tensor([digest(work, backends)])
+    told = channel.all_gather(asked.to(channel.control_device), doing).cpu()
+    if odd := [rank for rank, other in enumerate(told[:, 0].tolist()) if other != asked[0]]:
+        raise RankMismatch(f"rank {channel.rank} chooses chunks for {works[0]}, and ranks {odd} for something else")
+    rates = rates_of(channel, works[0].dtype, device)
+    if len(backends) > 1 and not on_gpus(device):
+        backends = tuple(name for name in backends if name != TRITON)
+    choice, problem = Choice(), ""
     if channel.rank == 0:  # the others' is not heard
-        if _state.store is None:
-            _state.store = load_store(_state.folder or cache_folder())
-        found = _state.store.find(work, place_of(channel, rates, device))
-        choice = found or as_run(cheapest(work, rates), work, rates)
-    raw = json.dumps(asdict(choice)).encode().ljust(TEXT_BYTES)
-    said = torch.tensor([digest(work), *raw])
-    told = channel.all_gather(said.to(channel.control_device), f"choosing chunks for {work}").cpu()
-    odd = [rank for rank, asked in enumerate(told[:, 0].tolist()) if asked != said[0]]
-    if odd:
-        raise RankMismatch(f"rank {channel.rank} chooses chunks for {work}, and ranks {odd} for something else")
-    return Choice(**json.loads(bytes(told[0, 1:].tolist())))
+        place = place_of(channel, rates, device)
+        try:
+            if _state.store is None:
+                _state.store, problem = read_store(_state.folder or cache_folder())
+            choice = _found(works, _state.store, place, rates, backends)
+        except Exception as error:
+            problem = f"cannot be used ({type(error).__name__}: {error}); ignored"
+            _state.store = Store()
+            choice = _found(works, _state.store, place, rates, backends)
+    raw = json.dumps(asdict(choice)).encode().ljust(CHOICE_BYTES)
+    raw += problem.encode()[:PROBLEM_BYTES].ljust(PROBLEM_BYTES)
+    said = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(channel.control_device)
+    first = bytes(channel.all_gather(said, doing)[0].tolist())
+    if problem := first[CHOICE_BYTES:].decode(errors="replace").strip():
+        warnings.warn(f"rank 0's measurements: {problem}", RuntimeWarning, stacklevel=2)
+    return Choice(**json.loads(first[:CHOICE_BYTES]))
+
+
+def _found(works: tuple[Work, ...], store: Store, place: Place, rates: Rates, backends: tuple[str, ...]) -> Choice:
+    if backends == (TRITON,):
+        return _fastest(works, store, place, rates, backends) or Choice(TRITON)
+    if len(works) == 1:
+        found = store.find(works[0], place, backends)
+        return found or _allowed(as_run(cheapest(works[0], rates), works[0], rates), backends)
+    return _fastest(works, store, place, rates, backends) or Choice()
+
+
+def _allowed(choice: Choice, backends: Collection[str]) -> Choice:
+    return choice if choice.backend in backends else Choice()
+
+
+def _fastest(
+    works: tuple[Work, ...], store: Store, place: Place, rates: Rates, backends: tuple[str, ...]
+) -> Choice | None:
+    """By the sum of the times of all ``works``; None: nothing is known of any one choice for all of them."""
+    tables = [_times(work, store, place, rates, backends) for work in works]
+    common = set.intersection(*map(set, tables))
+    sums = {choice: sum(table[choice] for table in tables) for choice in tables[0] if choice in common}
+    best = min(sums, key=lambda choice: sums[choice], default=None)
+    alone = sums.get(Choice())
+    if best is not None and alone is not None and sums[best] >= alone * (1 - MARGIN):
+        return Choice()
+    return best
+
+
+def _times(work: Work, store: Store, place: Place, rates: Rates, backends: Collection[str]) -> dict[Choice, float]:
+    """Seconds by choice: measured for the nearest shape, else predicted."""
+    near = store.nearest(work, place)
+    if near is not None:
+        return {tried.choice: tried.ms * 1e-3 for tried in near.tried if tried.choice.backend in backends}
+    if CHUNKED not in backends:
+        return {}
+    load = work.load()
+    if store.falls_back(work, place) or not (load.gathered or load.scattered):
+        return {Choice(): predict(load, rates, 1)}
+    found = {as_run(chunks, work, rates): predict(load, rates, chunks) for chunks in CHUNKS}
+    return {choice: seconds for choice, seconds in found.items() if choice.backend in backends}

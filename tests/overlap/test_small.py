@@ -14,6 +14,8 @@ from torch import Tensor
 from moe_comm.dispatch.channels import CollectiveOptions, channel_of, configure_collectives
 from moe_comm.errors import ConfigError
 from moe_comm.overlap import chunked
+from moe_comm.overlap import gather_matmul as gather
+from moe_comm.overlap import matmul_scatter as scatter
 from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.gather_matmul import gather_matmul
 from moe_comm.overlap.matmul_scatter import matmul_scatter
@@ -44,7 +46,8 @@ class Recorder:
             self.rows.append(a_MK.shape[0])
             return product(a_MK, *others, **options)
 
-        monkeypatch.setattr(chunked, "row_invariant_mm", record)
+        for module in (chunked, gather, scatter):
+            monkeypatch.setattr(module, "row_invariant_mm", record)
         for name in ("start_all_gather", "start_all_to_all"):
             monkeypatch.setattr(channel, name, self._counted(getattr(channel, name)))
 

@@ -1,8 +1,10 @@
-"""Stored measurements and the choice that all ranks make alike of them."""
+"""The choice that all ranks make alike, of measurements and of the cost model; and the command that measures."""
 
 from __future__ import annotations
 
 import json
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,187 +14,97 @@ import torch
 import torch.distributed as dist
 
 from moe_comm import cli
+from moe_comm.bench import tune
+from moe_comm.dispatch.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.channels import CollectiveOptions, channel_of, configure_collectives
 from moe_comm.errors import RankMismatch
+from moe_comm.overlap import dispatch_matmul as dispatching
+from moe_comm.overlap import matmul_combine as combining
 from moe_comm.overlap import tuning
 from moe_comm.overlap.chunked import Overlap
-from moe_comm.overlap.cost import Rates, Work, predict
+from moe_comm.overlap.cost import DIRECTIONS, FUSED, Rates, Work, predict
+from moe_comm.overlap.crossing import Crossing
+from moe_comm.overlap.dispatch_matmul import dispatch_matmul
 from moe_comm.overlap.gather_matmul import gather_matmul, reference
-from moe_comm.overlap.tuning import (
+from moe_comm.overlap.matmul_combine import matmul_combine
+from moe_comm.overlap.store import (
+    BACKENDS,
+    CHUNKED,
+    SHARED,
+    TRITON,
     Choice,
     Measured,
     Place,
     Store,
     Tried,
-    cache_folder,
-    choose,
-    configure_tuning,
-    fallback_rows,
     load_store,
-    machine_name,
-    prediction_error,
     save_store,
     store_path,
 )
+from moe_comm.overlap.tuning import choose, configure_tuning
+from moe_comm.topology import ExpertPlacement
+from tests.overlap.measurements import PLACE, WORK, fused, measured
 from tests.pool import RankPool
 
 CPU = torch.device("cpu")
-PLACE = Place(hosts=1, shared=False, threads=1, device="cpu", bytes_per_s=1e9)
-WORK = Work("gather_matmul", "forward", 1024, 512, 512, torch.float32, 2)
-
-
-def measured(work: Work = WORK, chunks: int = 8, place: Place = PLACE, ms: float = 1.0) -> Measured:
-    tried = (Tried(Choice(), 2.0, 1.5), Tried(Choice(chunks=chunks), ms, 0.9 * ms))
-    return Measured(work, place, tried, int(chunks > 1))
-
-
-def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
-    store = Store((measured(), measured(replace(WORK, dtype=torch.bfloat16, rows=7), 1), measured(chunks=4)))
-    path = save_store(tmp_path / "deep" / "down", store)
-    assert load_store(tmp_path / "deep" / "down") == store
-    assert [file.name for file in path.parent.iterdir()] == [path.name]
-    raw = json.loads(path.read_text())
-    assert (raw["version"], raw["machine"]) == (tuning.VERSION, machine_name())
-    assert raw["prediction_error"] == prediction_error(store.measured)
-
-
-def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = save_store(tmp_path, Store((measured(),)))
-    before = path.read_bytes()
-
-    def full(*_: object) -> None:
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(tuning.os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
-        save_store(tmp_path, Store())
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def _damage(raw: dict[str, Any], how: str) -> str:
-    if how == "another version":
-        raw["version"] = 99
-    elif how == "another machine":
-        raw["machine"] = "a toaster"
-    elif how == "a field missing":
-        del raw["measured"][0]["work"]["rows"]
-    elif how == "a time that is text":
-        raw["measured"][0]["tried"][0]["ms"] = "soon"
-    elif how == "no time at all":
-        raw["measured"][0]["tried"][0]["ms"] = float("nan")
-    elif how == "no such operator":
-        raw["measured"][0]["work"]["operator"] = "matmul"
-    elif how == "no such dtype":
-        raw["measured"][0]["work"]["dtype"] = "nn"
-    elif how == "no such choice":
-        raw["measured"][0]["best"] = 7
-    elif how == "a list":
-        return "[]"
-    text = json.dumps(raw)
-    return text[: len(text) // 2] if how == "cut off" else "" if how == "empty" else text
-
-
-@pytest.mark.parametrize(
-    ("how", "told"),
-    [
-        ("another version", "is of version 99, and this is moe_comm's version 1"),
-        ("another machine", "is of another machine"),
-        ("a field missing", "cannot be read"),
-        ("a time that is text", "cannot be read"),
-        ("no time at all", "cannot be read"),
-        ("no such operator", "unknown work 'matmul'"),
-        ("no such dtype", "cannot be read"),
-        ("no such choice", "cannot be read"),
-        ("a list", "cannot be read"),
-        ("cut off", "cannot be read"),
-        ("empty", "cannot be read"),
-    ],
+SLOW_LINK = Rates(2e-4, 119e6, 1.0, 3e-5, 2e-6, ((16, 5e9), (64, 20e9), (256, 60e9), (1024, 100e9)))
+EXPERTS = tuple(
+    replace(WORK, operator=operator, direction=direction, groups=8)
+    for operator in ("dispatch_matmul", "matmul_combine")
+    for direction in DIRECTIONS
 )
-def test_a_file_that_cannot_be_used_is_ignored_with_a_warning(how: str, told: str, tmp_path: Path) -> None:
-    path = save_store(tmp_path, Store((measured(),)))
-    path.write_text(_damage(json.loads(path.read_text()), how))
-    with pytest.warns(RuntimeWarning, match=told) as warned:
-        assert load_store(tmp_path) == Store()
-    assert "Run moe-comm tune" in str(warned[0].message)
 
 
-def test_no_file_is_no_measurement_and_no_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    assert load_store(tmp_path / "nowhere") == Store()
-    assert not recwarn.list
+def _times(work: Work, *times: float) -> Measured:
+    """Of 1, 2 and 4 chunks."""
+    tried = tuple(Tried(Choice(chunks=chunks), ms, ms) for chunks, ms in zip((1, 2, 4), times, strict=True))
+    return Measured(work, PLACE, tried, min(range(3), key=lambda i: times[i]))
 
 
-def test_the_cache_is_the_users() -> None:
-    assert cache_folder({"XDG_CACHE_HOME": "/somewhere"}) == Path("/somewhere/moe_comm/overlap")
-    assert cache_folder({}) == Path.home() / ".cache" / "moe_comm" / "overlap"
-    assert store_path(Path("a"), "one machine") != store_path(Path("a"), "another")
+def _joint(*found: Measured) -> Choice:
+    return tuning._found(EXPERTS, Store(found), PLACE, SLOW_LINK, (CHUNKED,))
 
 
-def test_the_nearest_shape_counts_and_far_ones_do_not() -> None:
-    store = Store(
-        tuple(measured(replace(WORK, rows=rows), chunks) for rows, chunks in ((512, 2), (1024, 4), (8192, 8)))
-    )
-    assert [_chunks(store, rows) for rows in (512, 700, 1024, 2000, 2049, 5000, 16384, 20000)] == [
-        2,
-        2,
-        4,
-        4,
-        None,
-        8,
-        8,
-        None,
-    ]
-    other = [
-        replace(WORK, operator="matmul_scatter"),
-        replace(WORK, direction="backward"),
-        replace(WORK, dtype=torch.bfloat16),
-        replace(WORK, world=4),
-        replace(WORK, sent=2048),
-        replace(WORK, other=100),
-    ]
-    assert [store.find(work, PLACE) for work in other] == [None] * len(other)
+def test_one_choice_for_several_is_the_one_whose_sum_is_shortest() -> None:
+    a, b, c, d = EXPERTS
+    # Three of four are best in 4 chunks, which cost the last one more than they save.
+    rows = ((a, 10, 9, 8), (b, 10, 9, 8), (c, 10, 9, 8), (d, 10, 6, 20))
+    assert _joint(*(_times(*row) for row in rows)) == Choice(chunks=2)
+    assert _joint(*(_times(*row) for row in rows[:3]), _times(d, 10, 7, 8)) == Choice(chunks=4)
+    # Together they must save as much as the model's choice must: 5%.
+    assert _joint(*(_times(work, 10, 9.8, 9.6) for work in EXPERTS)) == Choice()
 
 
-def _chunks(store: Store, rows: int) -> int | None:
-    found = store.find(replace(WORK, rows=rows), PLACE)
-    return None if found is None else found.chunks
+def test_what_was_not_measured_of_several_is_predicted() -> None:
+    many = tuple(replace(work, rows=16384) for work in EXPERTS)
+    assert tuning._found(many, Store(), PLACE, SLOW_LINK, (CHUNKED,)).chunks > 1
+    few = tuple(replace(work, rows=8) for work in EXPERTS)
+    assert tuning._found(few, Store(), PLACE, SLOW_LINK, (CHUNKED,)) == Choice()
+    # One of them was measured, and is so slow in chunks that nothing else counts.
+    assert _joint(_times(EXPERTS[2], 10, 1e6, 1e6)) == Choice()
 
 
-def test_few_rows_fall_back_up_to_where_one_chunk_was_measured_to_be_best() -> None:
-    rows_and_best = [(64, 1), (256, 1), (1024, 4), (4096, 1)]
-    store = Store(tuple(measured(replace(WORK, rows=rows), best) for rows, best in rows_and_best))
-    assert fallback_rows(store.measured) == 256
-    assert [_chunks(store, rows) for rows in (0, 1, 20, 100, 1500)] == [1, 1, 1, 1, 4]
-    assert fallback_rows([]) == 0
-    assert fallback_rows([measured(chunks=4)]) == 0
+@pytest.mark.parametrize("operator", FUSED)
+def test_kernels_and_programs_are_tried_on_gpus_only(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Processors:
+        multi_processor_count = 40
+
+    cuda, far = torch.device("cuda"), replace(PLACE, hosts=2)
+    assert [c.backend for c in tune.candidates(operator, 4096, SLOW_LINK, PLACE, CPU)] == [CHUNKED] * 5
+    shared = tune.candidates(operator, 4096, replace(SLOW_LINK, shared=True), PLACE, CPU)
+    assert (Choice(SHARED, 2) in shared) == (operator in ("gather_matmul", "matmul_scatter"))
+    monkeypatch.setattr(tune, "on_gpus", lambda device: device.type == "cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Processors)
+    found = tune.candidates(operator, 32, SLOW_LINK, PLACE, cuda)
+    assert found == [Choice(), Choice(chunks=2), *(Choice(TRITON, programs=n) for n in (4, 8, 16))]
+    assert tune.candidates("matmul_swap", 32, SLOW_LINK, PLACE, cuda) == found[:2]
+    assert tune.candidates(operator, 32, SLOW_LINK, far, cuda) == found[:2]
 
 
-def test_measurements_hold_where_they_were_taken() -> None:
-    far = replace(PLACE, hosts=2)
-    store = Store((measured(), measured(chunks=16, place=far)))
-
-    def found(place: Place) -> int | None:
-        choice = store.find(WORK, place)
-        return None if choice is None else choice.chunks
-
-    assert (found(PLACE), found(far)) == (8, 16)
-    # Inside a host the link is the machine's own; between hosts it may be any.
-    assert found(replace(PLACE, bytes_per_s=1e7)) == 8
-    assert found(replace(far, bytes_per_s=1.9e9)) == 16
-    assert found(replace(far, bytes_per_s=1e8)) is None
-    for other in (replace(PLACE, threads=8), replace(PLACE, shared=True), replace(PLACE, device="a GPU")):
-        assert found(other) is None
-
-
-def test_what_is_measured_again_replaces_what_was() -> None:
-    store = Store((measured(chunks=2), measured(replace(WORK, rows=1), 1))).merged([measured(chunks=16)])
-    assert [(m.work.rows, m.chosen.choice.chunks) for m in store.measured] == [(1, 1), (1024, 16)]
-
-
-def test_the_error_of_the_model_is_over_all_that_was_tried() -> None:
-    found = prediction_error([measured(), measured()])
-    assert found == pytest.approx({"median": (0.25 + 0.1) / 2, "worst": 0.25})
-    assert prediction_error([]) == {}
+def test_a_candidate_is_asked_for_as_it_was_chosen() -> None:
+    assert tune.as_asked(Choice(chunks=4)) == Overlap(4, 1, backend="chunked")
+    assert tune.as_asked(Choice(SHARED, 2)) == Overlap(2, 1)
+    assert tune.as_asked(Choice(TRITON, programs=8)) == Overlap(1, 1, backend="triton", programs=8)
 
 
 # --- ranks ---
@@ -244,9 +156,11 @@ def _mismatch(rank: int, world: int, folder: str) -> None:
     configure_tuning(Path(folder))
     configure_collectives(CollectiveOptions(shared_memory=False))
     try:
-        channel, _ = _here(WORK)
-        with pytest.raises(RankMismatch, match="chooses chunks for gather_matmul forward of 1024"):
-            choose(replace(WORK, other=3 + rank), channel, CPU)
+        channel = channel_of(dist.group.WORLD)
+        unlike = replace(WORK, other=3 + rank), replace(WORK, dtype=(torch.float32, torch.bfloat16)[rank])
+        for work in unlike:  # before the rates of a dtype are measured
+            with pytest.raises(RankMismatch, match="chooses chunks for gather_matmul forward of 1024"):
+                choose(work, channel, CPU)
         assert choose(WORK, channel, CPU).chunks >= 1
     finally:
         configure_collectives(CollectiveOptions())
@@ -281,6 +195,141 @@ def test_rates_are_the_same_on_every_rank_and_make_sense(tmp_path: Path, pool2: 
         assert all(1e6 < rate < 1e16 for _, rate in rates.gemm)
         assert predict(WORK.load(), rates, 4) > 0
     assert [rates.shared for rates in first] == [True, False]
+
+
+def _triton(rank: int, world: int, folder: str) -> None:
+    """What was measured on a GPU, which there is none of: only what the choice is."""
+    configure_tuning(Path(folder))
+    cuda = torch.device("cuda")
+    channel = channel_of(dist.group.WORLD)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tuning, "rates_of", lambda *args: SLOW_LINK)
+            patch.setattr(tuning, "place_of", lambda *args: PLACE)
+            patch.setattr(tuning, "on_gpus", lambda device: device.type == "cuda")
+            assert choose(WORK, channel, cuda) == Choice(TRITON, programs=8)
+            assert choose(WORK, channel, cuda, (CHUNKED,)) == Choice(chunks=4)
+            assert choose(WORK, channel, CPU) == Choice(chunks=4)
+            assert choose((WORK, WORK), channel, cuda) == Choice(TRITON, programs=8)
+            assert choose((WORK, WORK), channel, CPU) == Choice(chunks=4)
+            unknown = replace(WORK, sent=7)
+            assert choose(unknown, channel, cuda).backend == CHUNKED
+            assert choose(unknown, channel, cuda, (TRITON,)) == Choice(TRITON)  # as it takes them by itself
+    finally:
+        configure_tuning()
+
+
+def test_a_kernel_is_chosen_where_it_was_measured_to_be_best_and_never_on_a_cpu(
+    tmp_path: Path, pool2: RankPool
+) -> None:
+    save_store(tmp_path, Store((fused(),)))
+    pool2.run(_triton, str(tmp_path))
+
+
+def _unreadable(rank: int, world: int, arg: None) -> None:
+    channel = channel_of(dist.group.WORLD)
+    fault = RecursionError("maximum recursion depth exceeded")
+
+    def read(folder: Path) -> tuple[Store, str]:
+        if rank == 0:
+            raise fault
+        raise AssertionError("the others' measurements are not heard")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "read_store", read)
+        try:
+            configure_tuning()
+            with pytest.warns(RuntimeWarning, match="rank 0's measurements: cannot be used .RecursionError: maximum"):
+                choice = choose(WORK, channel, CPU)
+            assert choice.backend in BACKENDS
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                assert choose(WORK, channel, CPU) == choice
+                configure_tuning()
+                with pytest.raises(RuntimeWarning, match="cannot be used"):  # on every rank, and nobody waits
+                    choose(WORK, channel, CPU)
+        finally:
+            configure_tuning()
+
+
+def test_measurements_that_rank_0_cannot_use_are_a_warning_on_every_rank(pool2: RankPool) -> None:
+    pool2.run(_unreadable)
+
+
+CUTS = {
+    ("dispatch_matmul", "forward"): 1,
+    ("dispatch_matmul", "backward"): 4,
+    ("matmul_combine", "forward"): 3,
+    ("matmul_combine", "backward"): 1,
+}
+
+
+def _each_way(rank: int, world: int, arg: tuple[str, bool]) -> None:
+    """Every operator and direction in the chunks that are stored for it; swapped: in the other direction's."""
+    folder, swapped = Path(arg[0]), arg[1]
+    configure_collectives(CollectiveOptions(shared_memory=False, checked=True))
+    configure_tuning(folder)
+    tokens, hidden, width, inner = 24, 16, 32, 48
+    try:
+        dispatcher = AllToAllDispatcher(ExpertPlacement.of(4, world), dist.group.WORLD, rank)
+        generator = torch.Generator().manual_seed(rank)
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator).requires_grad_()
+
+        ids = torch.rand(tokens, 4, generator=generator).topk(2).indices
+        x, weights = draw(tokens, hidden), draw(tokens, 2)
+        w1, w2 = draw(2, width, hidden), draw(2, hidden, inner)
+        leaves = x, w1, w2, weights
+        act, grad = draw(width, inner).detach(), draw(tokens, hidden).detach()
+        rates = tuning.rates_of(dispatcher.channel, torch.float32, CPU)
+        place = tuning.place_of(dispatcher.channel, rates, CPU)
+        found = []
+        for (operator, direction), chunks in CUTS.items():
+            if swapped:
+                chunks = CUTS[operator, next(d for d in DIRECTIONS if d != direction)]
+            other = width if operator == "dispatch_matmul" else inner
+            work = Work(operator, direction, 2 * tokens, hidden, other, torch.float32, world, 2)
+            found.append(measured(work, chunks, place))
+        if rank == 0:
+            save_store(folder, Store(tuple(found)))
+
+        def run(overlap: Overlap) -> list[torch.Tensor]:
+            h, passage = dispatch_matmul(dispatcher, x, ids, w1, overlap)
+            y = matmul_combine(h @ act, w2, weights, passage)
+            return [h.detach(), y.detach(), *torch.autograd.grad(y, leaves, grad)]
+
+        plain = run(Overlap(1))
+        used: list[int] = []
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("follow", "lead"):
+                for module in (dispatching, combining):
+                    whole = getattr(module, name)
+                    patch.setattr(module, name, _noting(whole, used))
+            auto = run(Overlap("auto"))
+        assert all(map(torch.equal, auto, plain))
+        # One step after the other cuts nothing. Dispatch, combine, and back.
+        assert used == ([4, 3] if swapped else [3, 4])
+    finally:
+        configure_collectives(CollectiveOptions())
+        configure_tuning()
+
+
+def _noting(work: Callable[..., None], used: list[int]) -> Callable[..., None]:
+    """``work`` that notes the chunks of the crossing among its arguments."""
+
+    def noted(*args: Any) -> None:
+        used.extend(len(arg.chunks) for arg in args if isinstance(arg, Crossing))
+        work(*args)
+
+    return noted
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_operators_for_experts_take_what_is_stored_for_each_and_each_direction(
+    swapped: bool, tmp_path: Path, pool2: RankPool
+) -> None:
+    pool2.run(_each_way, (str(tmp_path), swapped))
 
 
 def _used(rank: int, world: int, folder: str) -> bool:

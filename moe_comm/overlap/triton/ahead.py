@@ -1,4 +1,4 @@
-"""Compiles the fused kernels for GPUs that are not there, and says what they take of one.
+"""Compiles all Triton kernels, those around dispatch too, for GPUs that are not there, and says what they take of one.
 
     python -m moe_comm.overlap.triton.ahead --json triton-resources.json [--targets 80 90 100] [--only NAME...]
 
@@ -23,13 +23,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moe_comm.errors import ConfigError
+from moe_comm.kernels.triton.interpreter import INTERPRETING
+from moe_comm.kernels.triton.spec import TARGETS, KernelSpec
+from moe_comm.kernels.triton.specs import AROUND_KERNELS
 from moe_comm.overlap.triton.expert_specs import EXPERT_KERNELS
-from moe_comm.overlap.triton.interpreter import INTERPRETING
-from moe_comm.overlap.triton.specs import LINEAR_KERNELS, KernelSpec
+from moe_comm.overlap.triton.specs import LINEAR_KERNELS
 
-KERNELS: tuple[KernelSpec, ...] = (*LINEAR_KERNELS, *EXPERT_KERNELS)
-TARGETS = (80, 90, 100)
-"""sm_80 (A100), sm_90 (H100, H200), sm_100 (B200)."""
+KERNELS: tuple[KernelSpec, ...] = (*LINEAR_KERNELS, *EXPERT_KERNELS, *AROUND_KERNELS)
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 
@@ -82,7 +82,7 @@ def resources(kernel: Any) -> dict[str, int]:
 def table(specs: Iterable[KernelSpec], targets: Iterable[int]) -> Iterator[dict[str, Any]]:
     """A row for each kernel and target."""
     for spec in specs:
-        for target in targets:
+        for target in (target for target in targets if target in spec.targets):
             yield {"kernel": spec.name, "target": f"sm_{target}", **resources(compiled(spec, target))}
 
 

@@ -22,7 +22,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_comm.overlap.triton.device import data_of, enter, may_write_to, rounded, words_of
+from moe_comm.kernels.triton.device import rounded
+from moe_comm.overlap.triton.device import data_of, enter, may_write_to, words_of
 from moe_comm.overlap.triton.expert_programs import count, tile_product
 from moe_comm.overlap.triton.flags import wait_at_least
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_comm.overlap.triton.device import multiply_add, rounded, words_of
+from moe_comm.kernels.triton.device import multiply_add, rounded
+from moe_comm.overlap.triton.device import words_of
 from moe_comm.overlap.triton.flags import notify
 
 

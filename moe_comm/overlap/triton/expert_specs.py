@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from moe_comm.kernels.triton.spec import POINTERS, KernelSpec
 from moe_comm.overlap.triton.dispatch_matmul import dispatch_matmul_kernel
 from moe_comm.overlap.triton.matmul_combine import matmul_combine_kernel
 from moe_comm.overlap.triton.programs import DTYPES
-from moe_comm.overlap.triton.specs import POINTERS, KernelSpec
 from moe_comm.overlap.triton.tiling import ExpertTiling
 
 _NUMBERS = ("num_sends", "num_relays", "num_tiles", "num_sums", "num_sources", "rank", "world", "turn", "call")

@@ -13,6 +13,7 @@ are, sent home as one number a row. Nothing depends on the number of programs, n
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,13 +23,16 @@ from torch.autograd.function import once_differentiable
 
 from moe_comm.dispatch import plain
 from moe_comm.dispatch.all_to_all import AllToAllDispatcher, Routes
+from moe_comm.dispatch.base import Dispatcher, Layout
 from moe_comm.dispatch.header import COLLECTIVE, OPS
 from moe_comm.errors import ConfigError, InputError, MoeCommError
 from moe_comm.kernels.expert_mm import product_into
+from moe_comm.kernels.triton.interpreter import INTERPRETING
 from moe_comm.kernels.wanted import wanted_gradients
 from moe_comm.overlap.expert_products import combine_fault, weights_fault
 from moe_comm.overlap.ring import Ring
 from moe_comm.overlap.triton.launch import TritonPassage, run_combine, run_dispatch
+from moe_comm.overlap.triton.memory import NOT_INTERPRETED
 from moe_comm.overlap.triton.programs import DTYPES
 from moe_comm.overlap.triton.routes import Places
 from moe_comm.overlap.triton.tiling import ExpertTiling
@@ -58,25 +62,48 @@ def dispatch_matmul(
         PeerDied, PeerTimeout: a rank is gone, or a flag of it did not rise in time.
     """
     tiling = tiling or ExpertTiling.of(x_TD.dtype)
-    fault: MoeCommError | None = weights_fault(dispatcher, w_EGD, x_TD, "dispatch_matmul")
-    if x_TD.dtype not in DTYPES:
-        fault = InputError(f"the Triton kernels take float32, bfloat16 and float16; got {x_TD.dtype}")
-    payloads = dispatcher.options.payloads
-    if any(payloads.of(op).narrows(x_TD.dtype) for op in OPS if op != COLLECTIVE):
-        fault = ConfigError(
-            "the Triton kernels move rows as they are; use DispatchOptions without payloads, or the chunked operators"
-        )
     label = f"{label} {tiling}".strip()
+    fault = kernels_fault(dispatcher, x_TD.dtype, x_TD.device) or weights_fault(
+        dispatcher, w_EGD, x_TD, "dispatch_matmul"
+    )
     if fault is not None:
         dispatcher.refuse(fault, x_TD, label=label)
     layout = dispatcher.agree(x_TD, ids_TK, dispatcher.dispatch_header(x_TD, ids_TK, label))
+    passage = _opened(dispatcher, layout, ids_TK, tiling)
+    return dispatched(passage, x_TD, w_EGD), passage
+
+
+def kernels_fault(dispatcher: Dispatcher, dtype: torch.dtype, device: torch.device) -> MoeCommError | None:
+    """Why the kernels cannot take rows of ``dtype`` on ``device``."""
+    if device.type == "cpu" and not INTERPRETING:
+        return ConfigError(NOT_INTERPRETED)
+    if dtype not in DTYPES:
+        return InputError(f"the Triton kernels take float32, bfloat16 and float16; got {dtype}")
+    payloads = dispatcher.options.payloads
+    if any(payloads.of(op).narrows(dtype) for op in OPS if op != COLLECTIVE):
+        return ConfigError(
+            "the Triton kernels move rows as they are; use DispatchOptions without payloads, or the chunked operators"
+        )
+    return None
+
+
+def opened(dispatcher: AllToAllDispatcher, layout: Layout, ids_TK: Tensor, programs: int | None) -> TritonPassage:
+    """Where the rows of a dispatch go that ranks have agreed on. programs: that communicate; None: a share of all."""
+    return _opened(dispatcher, layout, ids_TK, replace(ExpertTiling.of(layout.dtype), communicators=programs))
+
+
+def dispatched(passage: TritonPassage, x_TD: Tensor, w_EGD: Tensor) -> Tensor:
+    """``dispatch_matmul`` of what was agreed on: h [R, G]."""
+    return _DispatchMatmul.apply(x_TD, w_EGD, passage)  # type: ignore[no-any-return]
+
+
+def _opened(dispatcher: AllToAllDispatcher, layout: Layout, ids_TK: Tensor, tiling: ExpertTiling) -> TritonPassage:
     places = Places.of(ids_TK, layout.state, dispatcher.placement, Ring(dispatcher.rank, dispatcher.world))
     relayed_WW = None
     if tiling.relay:
         told = dispatcher.channel.all_gather(places.relayed(), f"{layout.label}: rows to relay")
         relayed_WW = told.cpu().numpy().astype(np.int64)
-    passage = TritonPassage(dispatcher, layout, places, tiling, relayed_WW)
-    return _DispatchMatmul.apply(x_TD, w_EGD, passage), passage
+    return TritonPassage(dispatcher, layout, places, tiling, relayed_WW)
 
 
 def matmul_combine(rows_RF: Tensor, w_EDF: Tensor, weights_TK: Tensor, passage: TritonPassage) -> Tensor:

@@ -24,10 +24,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
-from moe_comm.overlap.triton.interpreter import INTERPRETING
-
-INTERPRETED = tl.constexpr(INTERPRETING)
-"""Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1 when triton was first imported)."""
+from moe_comm.kernels.triton.interpreter import INTERPRETING
 
 FAULT_WORDS = 5
 """int64 words of a rank's fault report, in its own memory: whether there is one, the index of the flag, the rank

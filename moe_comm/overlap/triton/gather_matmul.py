@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_comm.overlap.triton.device import data_of, enter, int64, rounded, words_of
+from moe_comm.kernels.triton.device import int64, rounded
+from moe_comm.overlap.triton.device import data_of, enter, words_of
 from moe_comm.overlap.triton.flags import wait_at_least
 from moe_comm.overlap.triton.memory import TURN_ARGUMENTS, Names, SymmetricMemory, Turn
 from moe_comm.overlap.triton.programs import (

@@ -13,10 +13,11 @@ from torch import Tensor
 from moe_comm.dispatch.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.base import Layout
 from moe_comm.errors import MoeCommError
+from moe_comm.gpu.blocks import ALIGN
 from moe_comm.overlap.tiles import Cut, Ints
 from moe_comm.overlap.triton.dispatch_matmul import dispatch_matmul_kernel
 from moe_comm.overlap.triton.matmul_combine import matmul_combine_kernel
-from moe_comm.overlap.triton.memory import ALIGN, Names, SymmetricMemory, memory_of
+from moe_comm.overlap.triton.memory import Names, SymmetricMemory, memory_of
 from moe_comm.overlap.triton.programs import DTYPES
 from moe_comm.overlap.triton.routes import (
     Places,
@@ -43,6 +44,10 @@ class TritonPassage:
     @property
     def memory(self) -> SymmetricMemory:
         return memory_of(self.dispatcher.group, self.layout.device)
+
+    def with_programs(self, communicating: int | None) -> TritonPassage:
+        """The same with so many programs that communicate; None: a share of all. The bits do not depend on it."""
+        return replace(self, tiling=replace(self.tiling, communicators=communicating))
 
     def begin(self, op: str, fault: MoeCommError | None = None) -> None:
         """The handshake of an operation on these rows, if the dispatcher is checked; raises ``fault``."""

@@ -12,6 +12,7 @@ first. Weight gradients are one product over the rows of all ranks.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,11 +21,12 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from moe_comm.errors import InputError
+from moe_comm.gpu.blocks import ALIGN
 from moe_comm.kernels.wanted import wanted_gradients
 from moe_comm.overlap.chunked import check_linear, exact_mm
 from moe_comm.overlap.triton.gather_matmul import Gather
 from moe_comm.overlap.triton.matmul_scatter import Scatter
-from moe_comm.overlap.triton.memory import ALIGN, SymmetricMemory, memory_of
+from moe_comm.overlap.triton.memory import SymmetricMemory, memory_of
 from moe_comm.overlap.triton.programs import DTYPES, Programs
 
 
@@ -47,7 +49,7 @@ def gather_matmul(
             call, or ``memory_of(...).check(wait=True)``, and what depends on that rank's rows is NaN.
     """
     check_linear(x_SD, weight_ND, "gather_matmul")
-    return _GatherMatmul.apply(x_SD, weight_ND, *_placed(x_SD, group, programs))  # type: ignore[no-any-return]
+    return _GatherMatmul.apply(x_SD, weight_ND, _kernels(x_SD, group, programs))  # type: ignore[no-any-return]
 
 
 def matmul_scatter(
@@ -65,10 +67,10 @@ def matmul_scatter(
         ConfigError, RankMismatch, PeerTimeout: as in ``gather_matmul``.
     """
     check_linear(x_TK, weight_NK, "matmul_scatter")
-    memory, programs = _placed(x_TK, group, programs)
-    if x_TK.shape[0] % memory.world:
-        raise InputError(f"matmul_scatter: {x_TK.shape[0]} rows do not divide evenly over {memory.world} ranks")
-    return _MatmulScatter.apply(x_TK, weight_NK, memory, programs)  # type: ignore[no-any-return]
+    kernels = _kernels(x_TK, group, programs)
+    if x_TK.shape[0] % kernels.memory.world:
+        raise InputError(f"matmul_scatter: {x_TK.shape[0]} rows do not divide evenly over {kernels.memory.world} ranks")
+    return _MatmulScatter.apply(x_TK, weight_NK, kernels)  # type: ignore[no-any-return]
 
 
 def reference_product(a_MK: Tensor, b_KN: Tensor, block_k: int) -> Tensor:
@@ -79,29 +81,52 @@ def reference_product(a_MK: Tensor, b_KN: Tensor, block_k: int) -> Tensor:
     return total_MN.to(a_MK.dtype)
 
 
-def _placed(x: Tensor, group: ProcessGroup | None, programs: Programs | None) -> tuple[SymmetricMemory, Programs]:
-    if x.dtype not in DTYPES:
-        raise InputError(f"the Triton operators take {', '.join(map(str, DTYPES))}; got {x.dtype}")
-    return memory_of(group, x.device), programs or Programs.of(x.device, x.dtype)
+def _kernels(x: Tensor, group: ProcessGroup | None, programs: Programs | None) -> Kernels:
+    return Kernels.of(group, x) if programs is None else Kernels.with_programs(group, x, programs)
 
 
-class _GatherMatmul(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_SD: Tensor, w_ND: Tensor, memory: SymmetricMemory, programs: Programs) -> Tensor:
-        x_SD = x_SD.contiguous()
-        ctx.save_for_backward(x_SD, w_ND)
-        ctx.memory, ctx.programs = memory, programs
-        y_WSN = _gathered(x_SD, w_ND.t(), memory, programs, f"gather_matmul of {tuple(x_SD.shape)}", None)[0]
-        return y_WSN.flatten(0, 1)
+@dataclass(frozen=True)
+class Kernels:
+    """The four passes without autograd. Every call is collective."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
-        x_SD, w_ND = ctx.saved_tensors
-        memory, programs = ctx.memory, ctx.programs
-        needs_x, needs_w = wanted_gradients(ctx)[:2]
+    memory: SymmetricMemory
+    programs: Programs
+
+    @classmethod
+    def of(cls, group: ProcessGroup | None, like: Tensor, moving: int | None = None) -> Kernels:
+        """For tensors like ``like``, with what fits their device.
+
+        Args:
+            moving: programs that communicate; None: a share of those that the device has.
+
+        Raises:
+            InputError: the kernels do not take the dtype. ConfigError: CPU tensors outside Triton's interpreter, or
+                more programs than fit.
+        """
+        return cls.with_programs(group, like, Programs.of(like.device, like.dtype, moving))
+
+    @classmethod
+    def with_programs(cls, group: ProcessGroup | None, like: Tensor, programs: Programs) -> Kernels:
+        """As ``of``, with these."""
+        if like.dtype not in DTYPES:
+            raise InputError(f"the Triton operators take {', '.join(map(str, DTYPES))}; got {like.dtype}")
+        return cls(memory_of(group, like.device), programs)
+
+    def gather_matmul(self, x_SD: Tensor, w_ND: Tensor) -> Tensor:
+        """[W * S, N]."""
+        return self._gathered(x_SD.contiguous(), w_ND.t(), f"gather_matmul of {tuple(x_SD.shape)}", None)[0].flatten(
+            0, 1
+        )
+
+    def gather_matmul_gradients(
+        self, x_SD: Tensor, w_ND: Tensor, grad_TN: Tensor, needs_x: bool, needs_w: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Of x and the weight; None where it is not wanted."""
+        memory, programs = self.memory, self.programs
+        x_SD, grad_TN = x_SD.contiguous(), grad_TN.contiguous()
         (rows, width), world, dtype = x_SD.shape, memory.world, x_SD.dtype
-        grad_TN = grad_TN.contiguous()
+        if not (rows and width and (needs_x or needs_w)):
+            return torch.zeros_like(x_SD) if needs_x else None, torch.zeros_like(w_ND) if needs_w else None
         grad_x = grad_w = None
         slots, tiles = Scatter.needs(rows, width, dtype, world, programs)
         slots = -(-slots // ALIGN) * ALIGN
@@ -111,29 +136,24 @@ class _GatherMatmul(torch.autograd.Function):
         def name(place: int) -> str:
             return tile_name(place) if place < tiles else row_name(place - tiles)
 
-        if rows and width and (needs_x or needs_w):
-            doing = f"gather_matmul backward of {tuple(x_SD.shape)} by {w_ND.shape[0]}"
-            turn = memory.turn(slots + gathered, tiles + chunks, doing, name)
-            gather = Gather(memory, turn, programs, slots, tiles)
-            if needs_w:
-                gather.push(x_SD)
-            if needs_x:
-                grad_x = torch.empty_like(x_SD)
-                Scatter(memory, turn, programs).multiply(grad_TN.unflatten(0, (world, rows)), w_ND, grad_x)
-            if needs_w:
-                gather.await_all(x_SD)
-                grad_w = exact_mm(grad_TN.t(), gather.rows(x_SD).flatten(0, 1))
-            memory.finish(turn)
-            return grad_x, grad_w, None, None
-        return torch.zeros_like(x_SD) if needs_x else None, torch.zeros_like(w_ND) if needs_w else None, None, None
+        doing = f"gather_matmul backward of {tuple(x_SD.shape)} by {w_ND.shape[0]}"
+        turn = memory.turn(slots + gathered, tiles + chunks, doing, name)
+        gather = Gather(memory, turn, programs, slots, tiles)
+        if needs_w:
+            gather.push(x_SD)
+        if needs_x:
+            grad_x = torch.empty_like(x_SD)
+            Scatter(memory, turn, programs).multiply(grad_TN.unflatten(0, (world, rows)), w_ND, grad_x)
+        if needs_w:
+            gather.await_all(x_SD)
+            grad_w = exact_mm(grad_TN.t(), gather.rows(x_SD).flatten(0, 1))
+        memory.finish(turn)
+        return grad_x, grad_w
 
-
-class _MatmulScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TK: Tensor, w_NK: Tensor, memory: SymmetricMemory, programs: Programs) -> Tensor:
+    def matmul_scatter(self, x_TK: Tensor, w_NK: Tensor) -> Tensor:
+        """[T / W, N]."""
+        memory, programs = self.memory, self.programs
         x_TK = x_TK.contiguous()
-        ctx.save_for_backward(x_TK, w_NK)
-        ctx.memory, ctx.programs = memory, programs
         world, rows, columns = memory.world, x_TK.shape[0] // memory.world, w_NK.shape[0]
         y_SN = x_TK.new_zeros(rows, columns) if not x_TK.numel() else x_TK.new_empty(rows, columns)
         if x_TK.numel() and columns:
@@ -144,38 +164,66 @@ class _MatmulScatter(torch.autograd.Function):
             memory.finish(turn)
         return y_SN
 
+    def matmul_scatter_gradients(
+        self, x_TK: Tensor, w_NK: Tensor, grad_SN: Tensor, needs_x: bool, needs_w: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Of x and the weight; None where it is not wanted."""
+        if not (needs_x or needs_w):
+            return None, None
+        doing = f"matmul_scatter backward of {tuple(x_TK.shape)}"
+        b_NK = w_NK if needs_x else w_NK[:, :0]
+        grad_WSK, grad_w = self._gathered(grad_SN.contiguous(), b_NK, doing, x_TK if needs_w else None)
+        return grad_WSK.flatten(0, 1) if needs_x else None, grad_w
+
+    def _gathered(
+        self, x_SD: Tensor, b_DN: Tensor, doing: str, other_TK: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """[W, S, N] = gathered x @ b, and [D, K] = gathered x.T @ other."""
+        memory, programs = self.memory, self.programs
+        (rows, inner), columns, world = x_SD.shape, b_DN.shape[1], memory.world
+        y_WSN = x_SD.new_empty(world, rows, columns)
+        if not rows * inner or not (columns or other_TK is not None):
+            return y_WSN.zero_(), None if other_TK is None else x_SD.new_zeros(inner, other_TK.shape[1])
+        data_bytes, flags = Gather.needs(rows, inner, x_SD.dtype, world, programs)
+        turn = memory.turn(data_bytes, flags, f"{doing} by {columns}", Gather.names(rows, programs))
+        gather = Gather(memory, turn, programs)
+        if columns:
+            gather.multiply(x_SD, b_DN, y_WSN)
+        else:
+            gather.push(x_SD)
+            gather.await_all(x_SD)
+        product = None
+        if other_TK is not None:
+            product = exact_mm(gather.rows(x_SD).flatten(0, 1).t(), other_TK)
+        memory.finish(turn)
+        return y_WSN, product
+
+
+class _GatherMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_SD: Tensor, w_ND: Tensor, kernels: Kernels) -> Tensor:
+        ctx.save_for_backward(x_SD, w_ND)
+        ctx.kernels = kernels
+        return kernels.gather_matmul(x_SD, w_ND)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
+        kernels: Kernels = ctx.kernels
+        (x_SD, w_ND), (needs_x, needs_w) = ctx.saved_tensors, wanted_gradients(ctx)[:2]
+        return *kernels.gather_matmul_gradients(x_SD, w_ND, grad_TN, needs_x, needs_w), None
+
+
+class _MatmulScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TK: Tensor, w_NK: Tensor, kernels: Kernels) -> Tensor:
+        ctx.save_for_backward(x_TK, w_NK)
+        ctx.kernels = kernels
+        return kernels.matmul_scatter(x_TK, w_NK)
+
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_SN: Tensor) -> tuple[Tensor | None, ...]:
-        x_TK, w_NK = ctx.saved_tensors
-        needs_x, needs_w = wanted_gradients(ctx)[:2]
-        grad_SN = grad_SN.contiguous()
-        if not (needs_x or needs_w):
-            return None, None, None, None
-        doing = f"matmul_scatter backward of {tuple(x_TK.shape)}"
-        b_NK = w_NK if needs_x else w_NK[:, :0]
-        grad_WSK, grad_w = _gathered(grad_SN, b_NK, ctx.memory, ctx.programs, doing, x_TK if needs_w else None)
-        return grad_WSK.flatten(0, 1) if needs_x else None, grad_w, None, None
-
-
-def _gathered(
-    x_SD: Tensor, b_DN: Tensor, memory: SymmetricMemory, programs: Programs, doing: str, other_TK: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """[W, S, N] = gathered x @ b, and [D, K] = gathered x.T @ other."""
-    (rows, inner), columns, world = x_SD.shape, b_DN.shape[1], memory.world
-    y_WSN = x_SD.new_empty(world, rows, columns)
-    if not rows * inner or not (columns or other_TK is not None):
-        return y_WSN.zero_(), None if other_TK is None else x_SD.new_zeros(inner, other_TK.shape[1])
-    data_bytes, flags = Gather.needs(rows, inner, x_SD.dtype, world, programs)
-    turn = memory.turn(data_bytes, flags, f"{doing} by {columns}", Gather.names(rows, programs))
-    gather = Gather(memory, turn, programs)
-    if columns:
-        gather.multiply(x_SD, b_DN, y_WSN)
-    else:
-        gather.push(x_SD)
-        gather.await_all(x_SD)
-    product = None
-    if other_TK is not None:
-        product = exact_mm(gather.rows(x_SD).flatten(0, 1).t(), other_TK)
-    memory.finish(turn)
-    return y_WSN, product
+        kernels: Kernels = ctx.kernels
+        (x_TK, w_NK), (needs_x, needs_w) = ctx.saved_tensors, wanted_gradients(ctx)[:2]
+        return *kernels.matmul_scatter_gradients(x_TK, w_NK, grad_SN, needs_x, needs_w), None

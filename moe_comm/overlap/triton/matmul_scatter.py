@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_comm.overlap.triton.device import data_of, enter, int64, may_write_to, rounded, words_of
+from moe_comm.kernels.triton.device import int64, rounded
+from moe_comm.overlap.triton.device import data_of, enter, may_write_to, words_of
 from moe_comm.overlap.triton.flags import notify, wait_at_least
 from moe_comm.overlap.triton.memory import TURN_ARGUMENTS, Names, SymmetricMemory, Turn
 from moe_comm.overlap.triton.programs import DTYPES, Programs, aligned, tile_at, tile_offsets, tile_product

@@ -19,10 +19,8 @@ GPUs torch's symmetric memory. The latter has not run: no machine with several G
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,15 +30,20 @@ from moe_comm.dispatch.channels import alive, channel_of, group_rank, group_size
 from moe_comm.dispatch.exchange import SharedChannel
 from moe_comm.dispatch.handshake import digest
 from moe_comm.dispatch.header import other_collective
-from moe_comm.errors import ConfigError, HeapError, MissingDependency, PeerError, PeerTimeout
-from moe_comm.overlap.triton.flags import CALL_SLOTS, FAULT_WORDS, INTERPRETED
+from moe_comm.errors import ConfigError, PeerError, PeerTimeout
+from moe_comm.gpu.blocks import ALIGN, Blocks, alone, mapped, symmetric, up
+from moe_comm.kernels.triton.device import INTERPRETED
+from moe_comm.overlap.triton.flags import CALL_SLOTS, FAULT_WORDS
+from moe_comm.runtime.leaving import at_leave
 from moe_comm.runtime.shared import host_word
 
-ALIGN = 256
-"""Bytes; of every part of a block."""
 SMALLEST = 1 << 14
 """Bytes of data a half has at least."""
 LOCAL_TIMEOUT_S = 300.0
+NOT_INTERPRETED = (
+    "Triton kernels take CPU tensors only in Triton's interpreter; set TRITON_INTERPRET=1 before triton is first "
+    "imported, or use another backend of the operator: Overlap(backend='chunked')"
+)
 
 TURN_ARGUMENTS = ("rank", "world", "turn", "call", "first_flag", "timeout_ns")
 """Arguments of kernels for whose values (1, multiples of 16) none must be compiled anew."""
@@ -70,13 +73,15 @@ class Turn:
 
 @dataclass(frozen=True)
 class _Block:
-    """This rank's block and the addresses of all; ``keep`` is what holds the mappings."""
+    """The blocks of all ranks, and how each is divided."""
 
-    own: Tensor
-    addresses: list[int]
-    keep: Any
+    blocks: Blocks
     flags: int
     data_bytes: int
+
+    @property
+    def own(self) -> Tensor:
+        return self.blocks.own
 
 
 class SymmetricMemory:
@@ -90,10 +95,7 @@ class SymmetricMemory:
 
     def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
         if device.type == "cpu" and not INTERPRETED:
-            raise ConfigError(
-                "Triton kernels take CPU tensors only in Triton's interpreter; set TRITON_INTERPRET=1 before triton is "
-                "first imported, or use another backend of the operator"
-            )
+            raise ConfigError(NOT_INTERPRETED)
         self.group, self.device = group, device
         self.rank, self.world = group_rank(group), group_size(group)
         self.channel: SharedChannel | None = channel_of(group) if group is not None else None
@@ -184,7 +186,7 @@ class SymmetricMemory:
         self.failed = self.failed or PeerError("this symmetric memory is closed")
 
     def _header_words(self) -> int:
-        return _up((1 + CALL_SLOTS) * self.world * 8) // 8
+        return up((1 + CALL_SLOTS) * self.world * 8) // 8
 
     def _raise(self, report: Tensor, turn: Turn) -> None:
         failed, flag, rank, wanted, seen = report.tolist()
@@ -228,92 +230,35 @@ class SymmetricMemory:
         old = self._block
         data_bytes = max(_power(data_bytes), SMALLEST, old.data_bytes if old else 0)
         flags = max(_power(flags), ALIGN // 8, old.flags if old else 0)
-        total = _up((self._header_words() + 2 * flags) * 8 + 2 * data_bytes)
-        if self.device.type == "cuda":
-            own, addresses, keep = self._cuda_blocks(total)
-        elif self.channel is None:
-            own = torch.zeros(total + ALIGN, dtype=torch.uint8)
-            own = own[-own.data_ptr() % ALIGN :][:total]
-            addresses, keep = [own.data_ptr()], None
-        else:
-            own, addresses, keep = _mapped_blocks(self.channel, total, self._number, doing)
+        total = up((self._header_words() + 2 * flags) * 8 + 2 * data_bytes)
+        blocks = self._blocks(total, doing)
         if self.device.type == "cuda" or self.channel is None:
-            own[: self.world * 8].view(torch.int64).fill_(self._number)
+            blocks.own[: self.world * 8].view(torch.int64).fill_(self._number)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             if self.channel is not None:
                 own_word = torch.zeros(1, dtype=torch.int64)
                 self.channel.all_gather(own_word, f"the start of symmetric memory for {doing}")
-        self._block = _Block(own, addresses, keep, flags, data_bytes)
-        self.peers_W = torch.tensor(addresses, dtype=torch.int64, device=self.device)
+        self._block = _Block(blocks, flags, data_bytes)
+        self.peers_W = torch.tensor(blocks.addresses, dtype=torch.int64, device=self.device)
 
-    def _cuda_blocks(self, total: int) -> tuple[Tensor, list[int], Any]:
-        torch.cuda.synchronize(self.device)
-        if self.group is None:
-            own = torch.zeros(total, dtype=torch.uint8, device=self.device)
-            return own, [own.data_ptr()], None
-        try:
-            import torch.distributed._symmetric_memory as symmetric
-        except ImportError as error:
-            raise MissingDependency(f"this torch has no symmetric memory for GPUs ({error})") from error
-        own = symmetric.empty(total, dtype=torch.uint8, device=self.device)
-        own.zero_()
-        handle = symmetric.rendezvous(own, self.group)
-        return own, list(handle.buffer_ptrs), handle
+    def _blocks(self, total: int, doing: str) -> Blocks:
+        if self.channel is None:
+            return alone(total, self.device)
+        if self.device.type == "cuda":
+            assert self.group is not None
+            return symmetric(self.group, self.device, total)
+        channel, what = self.channel, f"symmetric memory for {doing}"
 
+        def gather(words: list[int]) -> list[list[int]]:
+            told: list[list[int]] = channel.all_gather(torch.tensor(words).to(channel.control_device), what).tolist()
+            return told
 
-def _mapped_blocks(channel: SharedChannel, total: int, number: int, doing: str) -> tuple[Tensor, list[int], Any]:
-    """Blocks of CPU ranks on one host: each makes an anonymous file and maps the files of all.
-
-    Raises:
-        HeapError: on every rank, if one has no room or cannot reach another's file.
-    """
-    what = f"symmetric memory for {doing}"
-    fd, problem = -1, ""
-    try:
-        fd = os.memfd_create("moe_comm")
-        os.posix_fallocate(fd, 0, total)
-        os.pwrite(fd, number.to_bytes(8, "little") * channel.world, 0)
-    except OSError as error:
-        problem = f"could not make {total} bytes of shared memory: {error}"
-    try:
-        told_WF = _gather(channel, [os.getpid(), -1 if problem else fd, total, host_word()], what)
-        blocks: list[Tensor] = []
-        if not problem:
-            problem, blocks = _map_all(told_WF, channel.rank, total)
-        # Whoever is here has mapped all files or given up, so the descriptors may go.
-        bad_W = [rank for rank, word in enumerate(_gather(channel, [int(bool(problem))], what)) if word[0]]
-    finally:
-        if fd >= 0:
-            os.close(fd)
-    if bad_W:
-        raise HeapError(f"{what}: {problem or f'ranks {bad_W} could not set it up'}")
-    return blocks[channel.rank], [block.data_ptr() for block in blocks], blocks
-
-
-def _map_all(told_WF: list[list[int]], rank: int, total: int) -> tuple[str, list[Tensor]]:
-    """What went wrong, and the blocks in order of rank, each as bytes."""
-    blocks: list[Tensor] = []
-    for peer, (pid, fd, size, host) in enumerate(told_WF):
-        if fd < 0:
-            return f"rank {peer} has no shared memory", blocks
-        if host != told_WF[rank][3]:
-            return f"rank {peer} is on another host; Triton kernels on CPUs need all ranks on one", blocks
-        if size != total:
-            return f"rank {peer} makes {size} bytes and rank {rank} {total}: they call different operators", blocks
-        try:
-            # Maps the file and closes it; mmap.mmap would keep it open.
-            blocks.append(torch.from_file(f"/proc/{pid}/fd/{fd}", shared=True, size=total, dtype=torch.uint8))
-        except RuntimeError as error:
-            return f"could not map the memory of rank {peer}: {error}", blocks
-    return "", blocks
-
-
-def _gather(channel: SharedChannel, words: list[int], doing: str) -> list[list[int]]:
-    return channel.all_gather(torch.tensor(words).to(channel.control_device), doing).tolist()
+        return mapped(gather, self.rank, host_word(), total, what, self._number.to_bytes(8, "little") * self.world)
 
 
 _made: dict[tuple[ProcessGroup | None, torch.device], SymmetricMemory] = {}
+at_leave(_made.clear)
 
 
 def memory_of(group: ProcessGroup | None, device: torch.device) -> SymmetricMemory:
@@ -335,10 +280,6 @@ def forget(group: ProcessGroup | None) -> None:
     """Close the memories of a group that is about to be destroyed, or whose ranks failed."""
     for key in [key for key in _made if key[0] is group]:
         _made.pop(key).close()
-
-
-def _up(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGN) * ALIGN
 
 
 def _power(n: int) -> int:

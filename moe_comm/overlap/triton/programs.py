@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 
 from moe_comm.errors import ConfigError, InputError
+from moe_comm.kernels.triton.device import int64, multiply_add
 from moe_comm.overlap.tiles import at_least_one
-from moe_comm.overlap.triton.device import data_of, int64, may_write_to, multiply_add, words_of
+from moe_comm.overlap.triton.device import data_of, may_write_to, words_of
 from moe_comm.overlap.triton.flags import notify
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -61,16 +62,19 @@ class Programs:
             raise ConfigError(f"copy must be a power of two; got {self.copy}")
 
     @classmethod
-    def of(cls, device: torch.device, dtype: torch.dtype) -> Programs:
-        """For ``device``: one program for each of its processors, an eighth of them moving rows.
+    def of(cls, device: torch.device, dtype: torch.dtype, moving: int | None = None) -> Programs:
+        """For ``device``: one program for each of its processors, ``moving`` of them, or an eighth, moving rows.
 
         Raises:
             InputError: the kernels do not take ``dtype``.
+            ConfigError: ``moving`` leaves none to compute.
         """
         if dtype not in DTYPES:
             raise InputError(f"the Triton operators take {', '.join(map(str, DTYPES))}; got {dtype}")
         processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-        moving = max(1, processors // 8)
+        moving = moving or max(1, processors // 8)
+        if moving >= max(processors, 2):
+            raise ConfigError(f"{moving} programs to communicate leave none of {processors} to compute; give fewer")
         return cls(moving, max(1, processors - moving), **TILES[dtype])
 
     @property

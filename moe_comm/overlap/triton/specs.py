@@ -1,40 +1,13 @@
-"""What to compile kernels for ahead of time: ``KernelSpec``, and ``LINEAR_KERNELS``, for linear layers."""
+"""What to compile the kernels of linear layers for ahead of time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
-
 import torch
 
+from moe_comm.kernels.triton.spec import POINTERS, KernelSpec
 from moe_comm.overlap.triton.gather_matmul import await_rows_kernel, gather_matmul_kernel, push_rows_kernel
 from moe_comm.overlap.triton.matmul_scatter import matmul_scatter_kernel
 from moe_comm.overlap.triton.programs import DTYPES, TILES, Programs
-
-POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64"}
-
-
-@dataclass(frozen=True)
-class KernelSpec:
-    """One kernel as it is launched for common sizes.
-
-    name: unique, for the table. kernel: the ``@triton.jit`` function.
-    types: of every argument that is no constant, in Triton's words ("*bf16", "i32", "i64"), by name.
-    constants: of the ``tl.constexpr`` arguments, and of arguments that are 1 (strides).
-    aligned: names of arguments that are multiples of 16, pointers and numbers.
-    """
-
-    name: str
-    kernel: Any
-    types: Mapping[str, str]
-    constants: Mapping[str, Any]
-    aligned: tuple[str, ...] = ()
-    num_warps: int = 4
-    num_stages: int = 3
-    cooperative: bool = True
-    options: Mapping[str, Any] = field(default_factory=dict)
-
 
 _PLACE = {"rank": "i32", "world": "i32", "turn": "i32", "call": "i32", "first_flag": "i32", "data": "i32"}
 _ALIGNED = ("x_ptr", "b_ptr", "y_ptr", "peers_ptr", "fault_ptr", "inner", "columns", "width", "data")

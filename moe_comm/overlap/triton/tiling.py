@@ -25,6 +25,7 @@ class ExpertTiling:
     extra_tiles: see ``tiles.Cut``.
     programs: of a kernel together; None: one for each processor of the GPU. All must run at once, as each may wait.
     communicating: share of the programs that send, relay or sum; at least one of each.
+    communicators: how many of them do, in place of a share.
     relay: a token's row travels once to each rank that has experts of it.
     warps, stages: of a compiled program, and of its loop over ``inner``.
     """
@@ -39,6 +40,7 @@ class ExpertTiling:
     extra_tiles: float = 0.25
     programs: int | None = None
     communicating: float = 0.2
+    communicators: int | None = None
     relay: bool = False
     warps: int = 4
     stages: int = 3
@@ -64,6 +66,8 @@ class ExpertTiling:
             raise ConfigError(f"sum_tokens must be a power of two; got {self.sum_tokens}")
         if self.programs is not None and self.programs < 3:
             raise ConfigError(f"programs must be at least 3, one to send, relay and compute; got {self.programs}")
+        if self.communicators is not None:
+            at_least_one("communicators", self.communicators)
         if not 0 <= self.communicating < 1:
             raise ConfigError(f"communicating must be a share below 1; got {self.communicating}")
 
@@ -75,9 +79,15 @@ class ExpertTiling:
         return cls(rows=128, columns=128, inner=64, warps=8, relay=relay)
 
     def split(self, processors: int, kinds: int) -> tuple[int, int]:
-        """Programs for each of ``kinds`` kinds of communication, and those that compute."""
+        """Programs for each of ``kinds`` kinds of communication, and those that compute.
+
+        Raises:
+            ConfigError: none is left to compute.
+        """
         total = self.programs or processors
-        each = max(1, int(total * self.communicating) // kinds)
+        if self.communicators is not None and self.communicators >= max(total, 2):
+            raise ConfigError(f"{self.communicators} programs to communicate leave none of {total}; give fewer")
+        each = max(1, (self.communicators or int(total * self.communicating)) // kinds)
         return each, max(1, total - kinds * each)
 
     def launch(self, device: torch.device) -> dict[str, Any]:

@@ -1,0 +1,200 @@
+"""What ``moe-comm tune`` has measured: the file it is kept in, and what is found there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_comm.overlap import store as store_file
+from moe_comm.overlap.store import (
+    CHUNKED,
+    SHARED,
+    TRITON,
+    Choice,
+    Place,
+    Store,
+    cache_folder,
+    errors_by_operator,
+    fallback_rows,
+    load_store,
+    machine_name,
+    prediction_error,
+    save_store,
+    store_path,
+)
+from tests.overlap.measurements import PLACE, WORK, fused, measured
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    store = Store((measured(), measured(replace(WORK, dtype=torch.bfloat16, rows=7), 1), fused()))
+    path = save_store(tmp_path / "deep" / "down", store)
+    assert load_store(tmp_path / "deep" / "down") == store
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    raw = json.loads(path.read_text())
+    assert (raw["version"], raw["machine"]) == (store_file.VERSION, machine_name())
+    assert raw["prediction_error"] == prediction_error(store.measured)
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_store(tmp_path, Store((measured(),)))
+    before = path.read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(store_file.os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        save_store(tmp_path, Store())
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def _damage(raw: dict[str, Any], how: str) -> str:
+    if how == "another version":
+        raw["version"] = 99
+    elif how == "another machine":
+        raw["machine"] = "a toaster"
+    elif how == "a field missing":
+        del raw["measured"][0]["work"]["rows"]
+    elif how == "a time that is text":
+        raw["measured"][0]["tried"][0]["ms"] = "soon"
+    elif how == "no time at all":
+        raw["measured"][0]["tried"][0]["ms"] = float("nan")
+    elif how == "no such backend":
+        raw["measured"][0]["tried"][0]["choice"]["backend"] = "magic"
+    elif how == "no programs":
+        raw["measured"][0]["tried"][0]["choice"]["programs"] = -1
+    elif how == "no such operator":
+        raw["measured"][0]["work"]["operator"] = "matmul"
+    elif how == "no such dtype":
+        raw["measured"][0]["work"]["dtype"] = "nn"
+    elif how == "no such choice":
+        raw["measured"][0]["best"] = 7
+    elif how == "a list":
+        return "[]"
+    text = json.dumps(raw)
+    return text[: len(text) // 2] if how == "cut off" else "" if how == "empty" else text
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("another version", "is of version 99, and this is moe_comm's version 2"),
+        ("another machine", "is of another machine"),
+        ("a field missing", "cannot be read"),
+        ("a time that is text", "cannot be read"),
+        ("no time at all", "cannot be read"),
+        ("no such backend", "cannot be read"),
+        ("no programs", "cannot be read"),
+        ("no such operator", "unknown work 'matmul'"),
+        ("no such dtype", "cannot be read"),
+        ("no such choice", "cannot be read"),
+        ("a list", "cannot be read"),
+        ("cut off", "cannot be read"),
+        ("empty", "cannot be read"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_ignored_with_a_warning(how: str, told: str, tmp_path: Path) -> None:
+    path = save_store(tmp_path, Store((measured(),)))
+    path.write_text(_damage(json.loads(path.read_text()), how))
+    with pytest.warns(RuntimeWarning, match=told) as warned:
+        assert load_store(tmp_path) == Store()
+    assert "Run moe-comm tune" in str(warned[0].message)
+
+
+def test_no_file_is_no_measurement_and_no_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    assert load_store(tmp_path / "nowhere") == Store()
+    assert not recwarn.list
+
+
+def test_the_cache_is_the_users() -> None:
+    assert cache_folder({"XDG_CACHE_HOME": "/somewhere"}) == Path("/somewhere/moe_comm/overlap")
+    assert cache_folder({}) == Path.home() / ".cache" / "moe_comm" / "overlap"
+    assert store_path(Path("a"), "one machine") != store_path(Path("a"), "another")
+
+
+def test_the_nearest_shape_counts_and_far_ones_do_not() -> None:
+    store = Store(
+        tuple(measured(replace(WORK, rows=rows), chunks) for rows, chunks in ((512, 2), (1024, 4), (8192, 8)))
+    )
+    assert [_chunks(store, rows) for rows in (512, 700, 1024, 2000, 2049, 5000, 16384, 20000)] == [
+        2,
+        2,
+        4,
+        4,
+        None,
+        8,
+        8,
+        None,
+    ]
+    other = [
+        replace(WORK, operator="matmul_scatter"),
+        replace(WORK, direction="backward"),
+        replace(WORK, dtype=torch.bfloat16),
+        replace(WORK, world=4),
+        replace(WORK, sent=2048),
+        replace(WORK, other=100),
+    ]
+    assert [store.find(work, PLACE) for work in other] == [None] * len(other)
+
+
+def _chunks(store: Store, rows: int) -> int | None:
+    found = store.find(replace(WORK, rows=rows), PLACE)
+    return None if found is None else found.chunks
+
+
+def test_few_rows_fall_back_up_to_where_one_chunk_was_measured_to_be_best() -> None:
+    rows_and_best = [(64, 1), (256, 1), (1024, 4), (4096, 1)]
+    store = Store(tuple(measured(replace(WORK, rows=rows), best) for rows, best in rows_and_best))
+    assert fallback_rows(store.measured) == 256
+    assert [_chunks(store, rows) for rows in (0, 1, 20, 100, 1500)] == [1, 1, 1, 1, 4]
+    assert fallback_rows([]) == 0
+    assert fallback_rows([measured(chunks=4)]) == 0
+
+
+def test_measurements_hold_where_they_were_taken() -> None:
+    far = replace(PLACE, hosts=2)
+    store = Store((measured(), measured(chunks=16, place=far)))
+
+    def found(place: Place) -> int | None:
+        choice = store.find(WORK, place)
+        return None if choice is None else choice.chunks
+
+    assert (found(PLACE), found(far)) == (8, 16)
+    # Inside a host the link is the machine's own; between hosts it may be any.
+    assert found(replace(PLACE, bytes_per_s=1e7)) == 8
+    assert found(replace(far, bytes_per_s=1.9e9)) == 16
+    assert found(replace(far, bytes_per_s=1e8)) is None
+    for other in (replace(PLACE, threads=8), replace(PLACE, shared=True), replace(PLACE, device="a GPU")):
+        assert found(other) is None
+
+
+def test_what_is_measured_again_replaces_what_was() -> None:
+    store = Store((measured(chunks=2), measured(replace(WORK, rows=1), 1))).merged([measured(chunks=16)])
+    assert [(m.work.rows, m.chosen.choice.chunks) for m in store.measured] == [(1, 1), (1024, 16)]
+
+
+def test_the_error_of_the_model_is_over_all_that_was_tried() -> None:
+    found = prediction_error([measured(), measured()])
+    assert found == pytest.approx({"median": (0.25 + 0.1) / 2, "worst": 0.25})
+    assert prediction_error([]) == {}
+    # Of Triton's kernels the model says nothing.
+    assert prediction_error([fused()]) == pytest.approx({"median": (0.25 + 0.1) / 2, "worst": 0.25})
+    scatter = measured(replace(WORK, operator="matmul_scatter"), ms=0.9 / 1.8)
+    assert errors_by_operator([measured(), scatter, measured()]) == {
+        "gather_matmul forward": pytest.approx({"median": 0.175, "worst": 0.25}),
+        "matmul_scatter forward": pytest.approx({"median": 0.175, "worst": 0.25}),
+    }
+
+
+def test_only_the_backends_that_are_allowed_are_found() -> None:
+    store = Store((fused(),))
+    assert store.find(WORK, PLACE) == Choice(TRITON, programs=8)
+    assert store.find(WORK, PLACE, (CHUNKED, SHARED)) == Choice(chunks=4)
+    assert store.find(WORK, PLACE, (TRITON,)) == Choice(TRITON, programs=8)
+    assert Store((measured(),)).find(WORK, PLACE, (TRITON,)) is None
