@@ -4,7 +4,8 @@
 
 The folder holds dispatch-2-ranks.json, dispatch-4-ranks.json, small.json, layer-comm.json, layer-compute.json,
 train-comm.json, train-compute.json, overlap.json, overlap-layer.json, overlap-rows.json
-and hierarchical.json, as ``moe-comm bench`` writes them, and parity.json, as ``moe-comm parity`` does.
+and hierarchical.json, as ``moe-comm bench`` writes them, parity.json, as ``moe-comm parity`` does, and
+tune-2-ranks.json and tune-2-hosts.json, as ``moe-comm tune`` does.
 """
 
 from __future__ import annotations
@@ -159,6 +160,11 @@ def overlap_block(folder: Path) -> str:
         ratio = f"{one['ratio']:g} ({one['ratio_measured']:.2f})"
         lines.append(f"| `{one['op']}`, {one['direction']} | {ratio} | {times} | {one['hidden']:.2f} |")
     s, swept, slow = found["settings"], rows["settings"]["rows"], rows["slowest_case"]
+    low, high = next(
+        one["vs_serial_range"]
+        for one in rows["results"]
+        if all(one[key] == slow[key] for key in ("op", "direction", "rows"))
+    )
     lines += [
         "",
         f"{s['hosts']} hosts x {s['ranks_per_host']} rank, links of {s['link_gbit']:g} Gbit/s, "
@@ -169,7 +175,7 @@ def overlap_block(folder: Path) -> str:
         f"Over {len(swept)} numbers of rows from {min(swept)} to {max(swept)} "
         f"(`overlap-rows.json`, {rows['settings']['chunks']} chunks) the operators took at most "
         f"{rows['slowest_vs_serial']:.3f} times as long as one step after the other (`{slow['op']}`, "
-        f"{slow['direction']}, {slow['rows']} rows).",
+        f"{slow['direction']}, {slow['rows']} rows; by pairs of calls, between {low:.3f} and {high:.3f} with 95%).",
         "",
         "| MoE layer, forward and backward | experts alone, ms | communication, ms | one after the other, ms "
         "| overlapped, ms | faster | Hugging Face's EP, ms | faster | hidden |",
@@ -211,6 +217,39 @@ def hierarchical_block(folder: Path) -> str:
     return "\n".join(lines)
 
 
+def tune_block(folder: Path) -> str:
+    """How far the cost model is from what was measured, and what its choices would cost."""
+    places = {"2 ranks of a host": load(folder, "tune-2-ranks"), "2 hosts": load(folder, "tune-2-hosts")}
+    lines = [
+        "| operator | "
+        + " | ".join(f"{p}: error, median / worst | one chunk, ms | its choice | best" for p in places)
+        + " |",
+        "|---|" + "---:|" * 4 * len(places),
+    ]
+    names = list(dict.fromkeys(name for found in places.values() for name in found["errors_by_operator"]))
+    for name in names:
+        cells = []
+        for found in places.values():
+            error = found["errors_by_operator"].get(name)
+            rows = [one for one in found["results"] if f"{one['op']} {one['direction']}" == name]
+            if not error or not rows:
+                cells.append("- | - | - | -")
+                continue
+            sums = [sum(one[key] for one in rows) for key in ("serial_ms", "model_ms", "best_ms")]
+            cells.append(f"{error['median']:.0%} / {error['worst']:.0%} | " + " | ".join(f"{ms:.0f}" for ms in sums))
+        lines.append(f"| `{name.split()[0]}`, {name.split()[1]} | {' | '.join(cells)} |")
+    hosts = places["2 hosts"]
+    s, of_all = hosts["settings"], [found["prediction_error"] for found in places.values()]
+    errors = " and ".join(f"{error['median']:.0%} (worst {error['worst']:.0%})" for error in of_all)
+    lines += [
+        "",
+        f"Over all of them {errors}. Times are sums over {len(s['rows'])} numbers of rows from {min(s['rows'])} to "
+        f"{max(s['rows'])}; {s['sent']} columns travel beside {s['other']}, links between hosts have "
+        f"{s['link_gbit']:g} Gbit/s. {where(hosts, folder)}.",
+    ]
+    return "\n".join(lines)
+
+
 ROOT = Path(__file__).parent.parent
 BLOCKS = {
     "dispatch": ("README.md", dispatch_block),
@@ -218,6 +257,7 @@ BLOCKS = {
     "train": ("README.md", train_block),
     "parity": ("docs/parallel.md", parity_block),
     "overlap": ("docs/overlap.md", overlap_block),
+    "tune": ("docs/overlap.md", tune_block),
     "hierarchical": ("docs/dispatch.md", hierarchical_block),
 }
 
