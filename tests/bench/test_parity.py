@@ -38,7 +38,8 @@ def test_the_quick_list_has_the_losses_norms_and_weights_of_one_process(tmp_path
 
 @pytest.mark.slow
 def test_the_whole_list_keeps_the_target(tmp_path: Path) -> None:
-    assert parity.main(str(tmp_path / "parity.json"), steps=6, settings=SMALL)
+    sizes = [setting for setting in SMALL if not setting.startswith("data.batch")]  # four ranks need more sequences
+    assert parity.main(str(tmp_path / "parity.json"), steps=6, settings=sizes)
 
 
 def test_a_run_that_differs_is_found_and_no_parity_is_promised_where_drops_depend_on_the_mapping() -> None:
