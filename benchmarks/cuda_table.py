@@ -7,8 +7,9 @@ python benchmarks/cuda_table.py
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
+
+from marked import fill
 
 ROOT = Path(__file__).parents[1]
 RESOURCES = ROOT / "benchmarks" / "results" / "cuda-resources.json"
@@ -35,21 +36,8 @@ def block() -> str:
     lines.append(
         f"Registers a thread and static shared memory a block; nvcc {found['nvcc']}, compiled, not run.{spills}"
     )
-    return "\n".join(lines) + "\n"
-
-
-def main() -> None:
-    """Replace the block."""
-    text, count = re.subn(
-        r"(<!-- measured:cuda -->\n).*?(<!-- /measured -->)",
-        lambda found: found[1] + block() + found[2],
-        PAGE.read_text(),
-        flags=re.DOTALL,
-    )
-    if count != 1:
-        raise SystemExit(f"{PAGE} has {count} blocks measured:cuda, not one")
-    PAGE.write_text(text)
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    main()
+    fill(PAGE, "cuda", block())

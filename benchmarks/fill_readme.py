@@ -11,10 +11,11 @@ tune-2-ranks.json and tune-2-hosts.json, as ``moe-comm tune`` does.
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
+
+from marked import fill
 
 
 def load(folder: Path, name: str) -> dict[str, Any]:
@@ -266,15 +267,7 @@ def main() -> None:
     """Replace what stands between the marks."""
     folder = Path(sys.argv[1])
     for name, (page, block) in BLOCKS.items():
-        path = ROOT / page
-        pattern = rf"(<!-- measured:{name} -->\n).*?(<!-- /measured -->)"
-        written = block(folder)
-        text, count = re.subn(
-            pattern, lambda m, written=written: f"{m[1]}{written}\n{m[2]}", path.read_text(), count=1, flags=re.DOTALL
-        )
-        if not count:
-            raise SystemExit(f"{page} has no block measured:{name}")
-        path.write_text(text)
+        fill(ROOT / page, name, block(folder))
 
 
 if __name__ == "__main__":

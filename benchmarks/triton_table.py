@@ -7,8 +7,9 @@ python benchmarks/triton_table.py
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
+
+from marked import fill
 
 ROOT = Path(__file__).parents[1]
 RESOURCES = ROOT / "benchmarks" / "results" / "triton-resources.json"
@@ -31,21 +32,8 @@ def block() -> str:
         lines.append(f"| {kernel} | {rows[kernel, targets[0]]['threads']} | " + " | ".join(cells) + " |")
     lines.append("")
     lines.append(f"Registers a thread and shared memory a program; Triton {found['triton']}, compiled, not run.")
-    return "\n".join(lines) + "\n"
-
-
-def main() -> None:
-    """Replace the block."""
-    text, count = re.subn(
-        r"(<!-- measured:triton -->\n).*?(<!-- /measured -->)",
-        lambda found: found[1] + block() + found[2],
-        PAGE.read_text(),
-        flags=re.DOTALL,
-    )
-    if count != 1:
-        raise SystemExit(f"{PAGE} has {count} blocks measured:triton, not one")
-    PAGE.write_text(text)
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    main()
+    fill(PAGE, "triton", block())
