@@ -165,6 +165,7 @@ class Communicator {
   void look_after(int waiting_for);
   bool alive(int peer) const;
   [[noreturn]] void give_up(Broken why, int culprit, const std::string& text);
+  [[noreturn]] void too_late(int peer, int64_t waited_ns);
   [[noreturn]] void throw_failure() const;
   std::string situation(int culprit) const;
   std::string describe(int peer) const;

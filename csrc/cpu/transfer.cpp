@@ -171,12 +171,6 @@ Sent Transfer::start_send(Op op, Rows x, const int64_t* ids, Shape shape) {
   return {std::move(layout), block, std::move(arriving)};
 }
 
-Sent Transfer::send(Op op, Rows x, const int64_t* ids, Shape shape) {
-  Sent sent = start_send(std::move(op), x, ids, shape);
-  sent.arriving->finish();
-  return sent;
-}
-
 int64_t Transfer::place_rows(const Layout& layout, Rows rows, Underway& underway) {
   const int64_t row_bytes = layout.hidden * dtype_bytes(layout.dtype);
   const int64_t bytes = layout.rows * row_bytes;
@@ -222,12 +216,6 @@ std::shared_ptr<Leaving> Transfer::start_sum(Op op, const Layout& layout, Rows r
   return leaving;
 }
 
-void Transfer::sum(Op op, const Layout& layout, Rows rows, const float* weights, char* y) {
-  const std::shared_ptr<Leaving> leaving = start_sum(std::move(op), layout, rows, true);
-  leaving->sum(weights, y);
-  leaving->finish();
-}
-
 void sum_rows(const Layout& layout, const std::vector<char*>& base, const float* weights, int threads, char* y) {
   const int64_t row_bytes = layout.hidden * dtype_bytes(layout.dtype);
   const TokenLoop loop = token_loop(layout, base, layout.tokens * row_bytes);
@@ -265,13 +253,6 @@ Spread Transfer::start_spread(Op op, const Layout& layout, Rows g, Rows rows, co
   const int64_t block = arriving->give(mine.block_offset);
   arriving->leave();
   return {block, std::move(arriving)};
-}
-
-int64_t Transfer::spread(Op op, const Layout& layout, Rows g, Rows rows, const float* weights, bool weight_grads,
-                         float* grad_weights) {
-  const Spread spread = start_spread(std::move(op), layout, g, rows, weights, weight_grads, grad_weights);
-  spread.arriving->finish();
-  return spread.block;
 }
 
 }  // namespace moe_comm

@@ -69,13 +69,6 @@ class Transfer {
   Spread start_spread(Op op, const Layout& layout, Rows g, Rows rows, const float* weights, bool weight_grads,
                       float* grad_weights);
 
-  // Both halves of each.
-  Sent send(Op op, Rows x, const int64_t* ids, Shape shape);
-  // weights may be null for ones
-  void sum(Op op, const Layout& layout, Rows rows, const float* weights, char* y);
-  int64_t spread(Op op, const Layout& layout, Rows g, Rows rows, const float* weights, bool weight_grads,
-                 float* grad_weights);
-
   Heap& heap() const { return *heap_; }
   const std::shared_ptr<Heap>& heap_ptr() const { return heap_; }
 

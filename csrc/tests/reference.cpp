@@ -305,7 +305,41 @@ Ranks Ranks::named(int world, Communicator::Options options, std::vector<int64_t
   return ranks;
 }
 
-void play(const Plan& plan, int rank, Transfer& transfer, int64_t& call) {
+Communicator::Options patient(double timeout_s) {
+  Communicator::Options options;
+  options.timeout_s = timeout_s;
+  return options;
+}
+
+int headers_of(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const HandshakeFailed& error) {
+    return static_cast<int>(error.headers.size());
+  }
+  return 0;
+}
+
+Sent WholeTransfer::send(Op op, Rows x, const int64_t* ids, Shape shape) {
+  Sent sent = start_send(std::move(op), x, ids, shape);
+  sent.arriving->finish();
+  return sent;
+}
+
+void WholeTransfer::sum(Op op, const Layout& layout, Rows rows, const float* weights, char* y) {
+  const std::shared_ptr<Leaving> leaving = start_sum(std::move(op), layout, rows, true);
+  leaving->sum(weights, y);
+  leaving->finish();
+}
+
+int64_t WholeTransfer::spread(Op op, const Layout& layout, Rows g, Rows rows, const float* weights, bool weight_grads,
+                              float* grad_weights) {
+  const Spread spread = start_spread(std::move(op), layout, g, rows, weights, weight_grads, grad_weights);
+  spread.arriving->finish();
+  return spread.block;
+}
+
+void play(const Plan& plan, int rank, WholeTransfer& transfer, int64_t& call) {
   const size_t r = static_cast<size_t>(rank);
   Heap& heap = transfer.heap();
   const Rows x{plan.x[r].data(), plan.stride()}, g{plan.g[r].data(), plan.stride()};

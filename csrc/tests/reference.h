@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -54,6 +55,23 @@ Plan plain_plan(Random& random, int world, int64_t tokens, int64_t hidden, int64
 
 Op op_of(const Plan& plan, int64_t operation, int64_t call);
 
+// Waits long: sanitizers and busy machines are slow.
+Communicator::Options patient(double timeout_s = 120);
+
+// How many headers came with the HandshakeFailed that `body` throws; 0 if it throws none.
+int headers_of(const std::function<void()>& body);
+
+// Both halves of each operation at once.
+class WholeTransfer : public Transfer {
+ public:
+  using Transfer::Transfer;
+  Sent send(Op op, Rows x, const int64_t* ids, Shape shape);
+  // weights may be null for ones
+  void sum(Op op, const Layout& layout, Rows rows, const float* weights, char* y);
+  int64_t spread(Op op, const Layout& layout, Rows g, Rows rows, const float* weights, bool weight_grads,
+                 float* grad_weights);
+};
+
 // Ranks as threads of one process, each with a private heap that all see at the same address.
 class Ranks {
  public:
@@ -62,9 +80,9 @@ class Ranks {
   static Ranks named(int world, Communicator::Options options, std::vector<int64_t> reserves);
 
   int world() const { return static_cast<int>(heaps.size()); }
-  Transfer transfer(int rank, const std::vector<int64_t>& expert_offsets, int threads = 1) const {
+  WholeTransfer transfer(int rank, const std::vector<int64_t>& expert_offsets, int threads = 1) const {
     const size_t r = static_cast<size_t>(rank);
-    return Transfer(communicators[r], heaps[r], expert_offsets, threads);
+    return WholeTransfer(communicators[r], heaps[r], expert_offsets, threads);
   }
 
   std::vector<std::shared_ptr<Heap>> heaps;
@@ -75,6 +93,6 @@ class Ranks {
 };
 
 // Dispatch, combine, combine backward, dispatch backward of `plan` on `rank`; compares all bits. `call` counts on.
-void play(const Plan& plan, int rank, Transfer& transfer, int64_t& call);
+void play(const Plan& plan, int rank, WholeTransfer& transfer, int64_t& call);
 
 }  // namespace moe_comm::test

@@ -22,12 +22,6 @@ Op collective(int64_t call, int64_t fault = 0) {
   return op;
 }
 
-Communicator::Options patient() {
-  Communicator::Options options;
-  options.timeout_s = 120;
-  return options;
-}
-
 // Element i of rank's offer; small integers are exact in every dtype and every order of adding.
 float value(int rank, int64_t i) { return static_cast<float>((rank * 7 + i * 3) % 23 - 11); }
 

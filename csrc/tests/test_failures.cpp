@@ -14,9 +14,9 @@ using namespace moe_comm::test;
 
 namespace {
 
-Communicator::Options patient(double timeout_s = 120) {
-  Communicator::Options options;
-  options.timeout_s = timeout_s;
+// Sleeps soon.
+Communicator::Options hasty(double timeout_s = 120) {
+  Communicator::Options options = patient(timeout_s);
   options.spin_us = 20;
   return options;
 }
@@ -30,7 +30,7 @@ std::string text(const std::string& header) {
 
 bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
-Sent send(const Plan& plan, int rank, Transfer& transfer, Op op) {
+Sent send(const Plan& plan, int rank, WholeTransfer& transfer, Op op) {
   const size_t r = static_cast<size_t>(rank);
   return transfer.send(std::move(op), {plan.x[r].data(), plan.stride()}, plan.ids[r].data(),
                        {plan.tokens[r], plan.top_k, plan.hidden, plan.dtype});
@@ -41,11 +41,11 @@ Sent send(const Plan& plan, int rank, Transfer& transfer, Op op) {
 TEST(failure_ranks_that_disagree_all_get_the_headers_and_go_on) {
   Random random(1);
   const int world = 4;
-  Ranks ranks(world, patient());
+  Ranks ranks(world, hasty());
   const Plan plan = plain_plan(random, world, 6, 40, 8, 2, 0);
   for (int field = 0; field < kComparedWords; ++field) {
     on_ranks(world, [&](int rank) {
-      Transfer transfer = ranks.transfer(rank, plan.expert_offsets);
+      WholeTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
       int64_t call = 100 * field;
       play(plan, rank, transfer, call);
       Op op = op_of(plan, 0, ++call);
@@ -72,10 +72,10 @@ TEST(failure_ranks_that_disagree_all_get_the_headers_and_go_on) {
 // One rank dispatches, the other combines: both hear of it, and the next operation works.
 TEST(failure_different_operations_meet) {
   Random random(2);
-  Ranks ranks(2, patient());
+  Ranks ranks(2, hasty());
   const Plan plan = plain_plan(random, 2, 6, 40, 8, 2, 0);
   on_ranks(2, [&](int rank) {
-    Transfer transfer = ranks.transfer(rank, plan.expert_offsets);
+    WholeTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
     int64_t call = 0;
     const Sent sent = send(plan, rank, transfer, op_of(plan, 0, ++call));
     ++call;
@@ -99,14 +99,14 @@ TEST(failure_different_operations_meet) {
 TEST(failure_bad_ids_on_one_rank_are_told_on_all) {
   Random random(3);
   const int world = 3;
-  Ranks ranks(world, patient());
+  Ranks ranks(world, hasty());
   const Plan good = plain_plan(random, world, 5, 16, 7, 2, 0);
   const int64_t bad_ids[] = {7, -2, -3, int64_t{1} << 40, std::numeric_limits<int64_t>::min()};
   for (const int64_t bad : bad_ids) {
     Plan plan = good;
     plan.ids[1][5] = bad;  // token 2, slot 1
     on_ranks(world, [&](int rank) {
-      Transfer transfer = ranks.transfer(rank, plan.expert_offsets);
+      WholeTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
       int64_t call = 0;
       try {
         send(plan, rank, transfer, op_of(plan, 0, ++call));
@@ -125,10 +125,10 @@ TEST(failure_bad_ids_on_one_rank_are_told_on_all) {
 
 TEST(failure_the_callers_own_fault_travels) {
   Random random(4);
-  Ranks ranks(2, patient());
+  Ranks ranks(2, hasty());
   const Plan plan = plain_plan(random, 2, 5, 16, 7, 2, 0);
   on_ranks(2, [&](int rank) {
-    Transfer transfer = ranks.transfer(rank, plan.expert_offsets);
+    WholeTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
     Op op = op_of(plan, 0, 1);
     if (rank == 0) {
       op.fault = 1;
@@ -151,12 +151,12 @@ TEST(failure_the_callers_own_fault_travels) {
 TEST(failure_a_full_heap_on_one_rank_is_told_on_all_and_the_group_goes_on) {
   Random random(5);
   const int world = 3;
-  Ranks ranks(world, patient(), {int64_t{1} << 30, kGrowStep, int64_t{1} << 30});
+  Ranks ranks(world, hasty(), {int64_t{1} << 30, kGrowStep, int64_t{1} << 30});
   const Plan plan = plain_plan(random, world, 6, 64, 6, 2, 0);
   Plan flood = plain_plan(random, world, 512, 1024, 6, 2, 0);  // 4 MiB for each rank
   on_ranks(world, [&](int rank) {
     const size_t r = static_cast<size_t>(rank);
-    Transfer transfer = ranks.transfer(rank, plan.expert_offsets);
+    WholeTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
     Heap& heap = transfer.heap();
     int64_t call = 0;
     std::vector<int64_t> filling;
@@ -208,9 +208,9 @@ TEST(failure_a_rank_that_never_calls_times_out_on_the_others) {
   Random random(6);
   const int world = 4;
   const Plan plan = plain_plan(random, world, 6, 40, 8, 2, 0);
-  Ranks ranks(world, patient());
+  Ranks ranks(world, hasty());
   on_ranks(world, [&](int rank) {
-    Transfer transfer = ranks.transfer(rank, plan.expert_offsets);
+    WholeTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
     int64_t call = 0;
     play(plan, rank, transfer, call);
   });
@@ -220,7 +220,7 @@ TEST(failure_a_rank_that_never_calls_times_out_on_the_others) {
   }
   on_ranks(world, [&](int rank) {
     if (rank == 2) return;
-    Transfer transfer = ranks.transfer(rank, plan.expert_offsets);
+    WholeTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
     std::string first;
     try {
       send(plan, rank, transfer, op_of(plan, 0, 5));
@@ -239,7 +239,7 @@ TEST(failure_a_rank_that_never_calls_times_out_on_the_others) {
     }
   });
   // The late rank hears at once that the others are gone.
-  Transfer late = ranks.transfer(2, plan.expert_offsets);
+  WholeTransfer late = ranks.transfer(2, plan.expert_offsets);
   CHECK_THROWS(send(plan, 2, late, op_of(plan, 0, 5)), PeerTimeout);
   CHECK_THROWS(ranks.communicators[2]->check_peers(), PeerTimeout);
 }
@@ -247,12 +247,12 @@ TEST(failure_a_rank_that_never_calls_times_out_on_the_others) {
 // Rank 0 cannot map as much of rank 1's memory as rank 1 may grow to: an error in the middle of an operation.
 TEST(failure_an_error_in_the_middle_reaches_every_rank) {
   Random random(7);
-  Ranks ranks = Ranks::named(3, patient(), {2 * kGrowStep, int64_t{1} << 30, int64_t{1} << 30});
+  Ranks ranks = Ranks::named(3, hasty(), {2 * kGrowStep, int64_t{1} << 30, int64_t{1} << 30});
   const Plan plan = plain_plan(random, 3, 6, 40, 6, 2, 0);
   Plan flood = plain_plan(random, 3, 3000, 512, 6, 1, 0);
   for (auto& ids : flood.ids) std::fill(ids.begin(), ids.end(), int64_t{2});  // all to rank 1: 18 MiB
   on_ranks(3, [&](int rank) {
-    Transfer transfer = ranks.transfer(rank, plan.expert_offsets);
+    WholeTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
     int64_t call = 0;
     play(plan, rank, transfer, call);
     const Op op = op_of(flood, 0, ++call);
@@ -271,12 +271,12 @@ TEST(failure_an_error_in_the_middle_reaches_every_rank) {
 }
 
 TEST(failure_peers_are_looked_at_without_an_operation) {
-  Ranks ranks(2, patient());
+  Ranks ranks(2, hasty());
   ranks.communicators[0]->check_peers();
   ranks.communicators[1]->set_timeout(0.05);
   Random random(9);
   const Plan plan = plain_plan(random, 2, 2, 8, 2, 1, 0);
-  Transfer transfer = ranks.transfer(1, plan.expert_offsets);
+  WholeTransfer transfer = ranks.transfer(1, plan.expert_offsets);
   CHECK_THROWS(send(plan, 1, transfer, op_of(plan, 0, 1)), PeerTimeout);
   CHECK_THROWS(ranks.communicators[0]->check_peers(), PeerTimeout);
 }
@@ -286,9 +286,9 @@ TEST(failure_attach_refuses_what_is_not_a_rank_of_this_group) {
   auto own = std::make_shared<Heap>(prefix + "0", Communicator::control_bytes(), 0, kGrowStep);
   auto empty = std::make_shared<Heap>(prefix + "1", Communicator::control_bytes(), 0, kGrowStep);
   auto other = std::make_shared<Heap>(prefix + "2", Communicator::control_bytes(), 0, kGrowStep);
-  Communicator second(other, 1, 2, patient());
-  Communicator rank0(own, 0, 2, patient());
-  Communicator same(other, 0, 2, patient());
+  Communicator second(other, 1, 2, hasty());
+  Communicator rank0(own, 0, 2, hasty());
+  Communicator same(other, 0, 2, hasty());
   CHECK_THROWS(rank0.attach({own->name(), empty->name()}), HeapError);  // no control record
   CHECK_THROWS(rank0.attach({own->name(), other->name()}), HeapError);  // rank 0, not rank 1
   CHECK_THROWS(rank0.attach({own->name(), prefix + "missing"}), HeapError);
@@ -299,7 +299,7 @@ TEST(failure_attach_refuses_what_is_not_a_rank_of_this_group) {
 TEST(failure_a_forked_child_leaves_the_parents_memory_alone) {
   const std::string name = "/moe_comm_tests." + std::to_string(getpid()) + ".fork";
   auto heap = std::make_shared<Heap>(name, Communicator::control_bytes(), 0, kGrowStep);
-  auto communicator = std::make_shared<Communicator>(heap, 0, 1, patient());
+  auto communicator = std::make_shared<Communicator>(heap, 0, 1, hasty());
   const int64_t block = heap->alloc(100);
   const pid_t child = fork();
   if (child == 0) {

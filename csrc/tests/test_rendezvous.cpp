@@ -26,12 +26,6 @@ Op meeting(int64_t call, int64_t fault = 0, int64_t bytes = 0) {
   return op;
 }
 
-Communicator::Options patient() {
-  Communicator::Options options;
-  options.timeout_s = 120;
-  return options;
-}
-
 float value(int rank, int to, int64_t i) { return static_cast<float>((rank * 7 + to * 5 + i * 3) % 23 - 11); }
 
 // What a rank offers: flags, `count` floats for all, then `count` floats for each rank.
@@ -83,15 +77,6 @@ void play(Ranks& ranks, int rank, int64_t count, int64_t call) {
     CHECK_EQ(sum[static_cast<size_t>(i)], expected);
   }
   meet.finish();
-}
-
-int headers_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const HandshakeFailed& error) {
-    return static_cast<int>(error.headers.size());
-  }
-  return 0;
 }
 
 }  // namespace

@@ -10,12 +10,6 @@ using namespace moe_comm::test;
 
 namespace {
 
-Communicator::Options patient() {
-  Communicator::Options options;
-  options.timeout_s = 120;  // sanitizers and busy machines are slow
-  return options;
-}
-
 void play_random(Ranks& ranks, Random& random, int plans, const Limits& limits, int threads = 1) {
   std::vector<Plan> all;
   for (int i = 0; i < plans; ++i) all.push_back(random_plan(random, ranks.world(), limits));
@@ -24,7 +18,7 @@ void play_random(Ranks& ranks, Random& random, int plans, const Limits& limits, 
   on_ranks(ranks.world(), [&](int rank) {
     int64_t call = first_call;
     for (const Plan& plan : all) {
-      Transfer transfer = ranks.transfer(rank, plan.expert_offsets, threads);
+      WholeTransfer transfer = ranks.transfer(rank, plan.expert_offsets, threads);
       play(plan, rank, transfer, call);
     }
   });
@@ -59,7 +53,7 @@ TEST(transfer_without_peers_gives_the_reference_bits) {
   auto heap = std::make_shared<Heap>("", 0, 0, int64_t{1} << 30);
   for (int i = 0; i < 60 * repeats(); ++i) {
     const Plan plan = random_plan(random, 1, Limits());
-    Transfer transfer(nullptr, heap, plan.expert_offsets, 1);
+    WholeTransfer transfer(nullptr, heap, plan.expert_offsets, 1);
     int64_t call = 0;
     play(plan, 0, transfer, call);
   }
@@ -76,7 +70,7 @@ TEST(transfer_with_threads_and_non_temporal_stores_gives_the_reference_bits) {
       plan.rows_in_heap = hidden != 1000;
       on_ranks(2, [&](int rank) {
         int64_t call = 0;
-        Transfer transfer = ranks.transfer(rank, plan.expert_offsets, 3);
+        WholeTransfer transfer = ranks.transfer(rank, plan.expert_offsets, 3);
         play(plan, rank, transfer, call);
       });
     }
@@ -103,7 +97,7 @@ TEST(transfer_more_than_64_choices_a_token) {
   const Plan plan = plain_plan(random, 2, 5, 33, 100, 100, 1);
   on_ranks(2, [&](int rank) {
     int64_t call = 0;
-    Transfer transfer = ranks.transfer(rank, plan.expert_offsets);
+    WholeTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
     play(plan, rank, transfer, call);
   });
 }
@@ -128,7 +122,7 @@ TEST(transfer_dispatches_in_flight_do_not_disturb_each_other) {
   const Plan plans[2] = {plain_plan(random, 2, 9, 48, 6, 2, 0), plain_plan(random, 2, 13, 20, 6, 3, 1)};
   on_ranks(2, [&](int rank) {
     const size_t r = static_cast<size_t>(rank);
-    Transfer transfer = ranks.transfer(rank, plans[0].expert_offsets);
+    WholeTransfer transfer = ranks.transfer(rank, plans[0].expert_offsets);
     int64_t call = 0;
     std::vector<Sent> sent;
     for (const Plan& p : plans) {
@@ -153,7 +147,7 @@ TEST(transfer_operations_of_two_threads_are_serialised) {
   const Plan plans[2] = {plain_plan(random, 1, 20, 64, 6, 2, 0), plain_plan(random, 1, 7, 31, 6, 3, 2)};
   on_ranks(2, [&](int thread) {
     int64_t call = 1000 * thread;
-    Transfer transfer = ranks.transfer(0, plans[thread].expert_offsets);
+    WholeTransfer transfer = ranks.transfer(0, plans[thread].expert_offsets);
     for (int i = 0; i < 100 * repeats(); ++i) play(plans[thread], 0, transfer, call);
   });
   CHECK_EQ(ranks.heaps[0]->used(), int64_t{0});

@@ -13,12 +13,6 @@ using namespace moe_comm::test;
 
 namespace {
 
-Communicator::Options patient(double timeout_s = 120) {
-  Communicator::Options options;
-  options.timeout_s = timeout_s;
-  return options;
-}
-
 std::vector<int> peers_of(int rank, int world) {
   std::vector<int> peers;
   for (int i = 1; i < world; ++i) peers.push_back((rank + i) % world);
@@ -90,7 +84,7 @@ Bytes dense(const Plan& plan, int rank) {
 }
 
 // As play() in reference.cpp, but in pieces where bit `i` of `in_pieces` is set for operation i, and at once elsewhere.
-void play_pieces(const Plan& plan, int rank, Transfer& transfer, int64_t& call, unsigned in_pieces) {
+void play_pieces(const Plan& plan, int rank, WholeTransfer& transfer, int64_t& call, unsigned in_pieces) {
   const size_t r = static_cast<size_t>(rank);
   Heap& heap = transfer.heap();
   const Rows x{plan.x[r].data(), plan.stride()}, g{plan.g[r].data(), plan.stride()};
@@ -136,15 +130,6 @@ void play_pieces(const Plan& plan, int rank, Transfer& transfer, int64_t& call, 
   heap.free(block);
 }
 
-int headers_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const HandshakeFailed& error) {
-    return static_cast<int>(error.headers.size());
-  }
-  return 0;
-}
-
 }  // namespace
 
 TEST(underway_in_pieces_gives_the_reference_bits_on_1_2_3_8_ranks_near_the_wrap_of_the_counters) {
@@ -159,7 +144,7 @@ TEST(underway_in_pieces_gives_the_reference_bits_on_1_2_3_8_ranks_near_the_wrap_
       int64_t call = 0;
       unsigned in_pieces = static_cast<unsigned>(rank);  // ranks do not do alike
       for (const Plan& plan : plans) {
-        Transfer transfer = ranks.transfer(rank, plan.expert_offsets);
+        WholeTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
         play_pieces(plan, rank, transfer, call, in_pieces % 3 ? 31u : in_pieces * 7);
         ++in_pieces;
       }
@@ -175,7 +160,7 @@ TEST(underway_through_named_memory_that_grows) {
     const Plan plan = plain_plan(random, 2, tokens, 512, 6, 2, 0);
     on_ranks(2, [&](int rank) {
       int64_t call = tokens;
-      Transfer transfer = ranks.transfer(rank, plan.expert_offsets);
+      WholeTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
       play_pieces(plan, rank, transfer, call, 31);
     });
   }
@@ -186,7 +171,7 @@ TEST(underway_without_peers_gives_the_reference_bits) {
   auto heap = std::make_shared<Heap>("", 0, 0, int64_t{1} << 30);
   for (int i = 0; i < 20 * repeats(); ++i) {
     const Plan plan = random_plan(random, 1, Limits());
-    Transfer transfer(nullptr, heap, plan.expert_offsets, 1);
+    WholeTransfer transfer(nullptr, heap, plan.expert_offsets, 1);
     int64_t call = 0;
     play_pieces(plan, 0, transfer, call, 31);
   }
@@ -201,7 +186,7 @@ TEST(underway_a_sum_waits_for_its_own_flags_alone) {
   std::atomic<bool> summed{false};
   on_ranks(3, [&](int rank) {
     const size_t r = static_cast<size_t>(rank);
-    Transfer transfer = ranks.transfer(rank, plan.expert_offsets);
+    WholeTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
     const Sent sent = transfer.send(op_of(plan, 0, 1), {plan.x[r].data(), plan.stride()}, plan.ids[r].data(),
                                     {plan.tokens[r], plan.top_k, plan.hidden, plan.dtype});
     const Bytes results = dense(plan, rank);
@@ -235,7 +220,7 @@ TEST(underway_ranks_that_disagree_all_get_the_headers_and_go_on) {
       const Plan plan = plain_plan(random, 3, 6, 40, 6, 2, 0);
       on_ranks(3, [&](int rank) {
         const size_t r = static_cast<size_t>(rank);
-        Transfer transfer = ranks.transfer(rank, plan.expert_offsets);
+        WholeTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
         int64_t call = 1;
         const Sent sent = transfer.send(op_of(plan, 0, call), {plan.x[r].data(), plan.stride()}, plan.ids[r].data(),
                                         {plan.tokens[r], plan.top_k, plan.hidden, plan.dtype});
@@ -273,7 +258,7 @@ TEST(underway_an_operation_that_is_abandoned_reaches_every_rank) {
     const Plan plan = plain_plan(random, 3, 6, 40, 6, 2, 0);
     on_ranks(3, [&](int rank) {
       const size_t r = static_cast<size_t>(rank);
-      Transfer transfer = ranks.transfer(rank, plan.expert_offsets);
+      WholeTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
       std::string said;
       try {
         const Sent sent = transfer.start_send(op_of(plan, 0, 1), {plan.x[r].data(), plan.stride()}, plan.ids[r].data(),
@@ -308,7 +293,7 @@ TEST(underway_a_rank_that_raises_no_flag_is_named_at_the_deadline) {
   std::atomic<bool> out{false};
   on_ranks(2, [&](int rank) {
     const size_t r = static_cast<size_t>(rank);
-    Transfer transfer = ranks.transfer(rank, plan.expert_offsets);
+    WholeTransfer transfer = ranks.transfer(rank, plan.expert_offsets);
     const Sent sent = transfer.send(op_of(plan, 0, 1), {plan.x[r].data(), plan.stride()}, plan.ids[r].data(),
                                     {plan.tokens[r], plan.top_k, plan.hidden, plan.dtype});
     const int64_t block = transfer.heap().alloc(plan.rows[r] * plan.row_bytes());
@@ -335,7 +320,7 @@ TEST(underway_rows_that_are_computed_later_must_stand_in_the_heap) {
   Random random(12);
   Ranks ranks(1, patient());
   const Plan plan = plain_plan(random, 1, 6, 40, 6, 2, 0);
-  Transfer transfer = ranks.transfer(0, plan.expert_offsets);
+  WholeTransfer transfer = ranks.transfer(0, plan.expert_offsets);
   const Sent sent = transfer.send(op_of(plan, 0, 1), {plan.x[0].data(), plan.stride()}, plan.ids[0].data(),
                                   {plan.tokens[0], plan.top_k, plan.hidden, plan.dtype});
   CHECK_THROWS(transfer.start_sum(op_of(plan, 1, 2), *sent.layout, {plan.out[0].data(), plan.stride()}, false),

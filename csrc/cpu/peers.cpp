@@ -1,0 +1,169 @@
+// What a Communicator knows of its peers: who is alive, what each is doing, and the error that says so.
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+
+#include "communicator.h"
+#include "errors.h"
+#include "futex.h"
+
+namespace moe_comm {
+
+namespace {
+
+const char* const kOps[] = {"dispatch", "combine", "combine backward", "dispatch backward", "collective"};  // header.py
+
+constexpr int64_t kCollective = 4;
+
+std::string op_name(int64_t op) {
+  const bool known = op >= 0 && op < static_cast<int64_t>(sizeof kOps / sizeof kOps[0]);
+  return known ? kOps[op] : "an unknown operation";
+}
+
+// A header that its owner may be rewriting: words may be of two calls, but each is whole.
+struct Glimpse {
+  explicit Glimpse(const Record& record) {
+    for (int i = 0; i < kHeaderWords; ++i) words[i] = __atomic_load_n(&record.header[i], __ATOMIC_RELAXED);
+  }
+  std::string label() const {
+    if (words[kFaultWord]) return "";
+    const char* text = reinterpret_cast<const char*>(words + kTextWord);
+    return std::string(text, strnlen(text, sizeof(int64_t) * (kHeaderWords - kTextWord)));
+  }
+  // "combine (call 3) of layer 'moe.1'", "all-reduce of (4, 8) float32 along 0 (call 7)"
+  std::string call() const {
+    const std::string name = label(), number = " (call " + std::to_string(words[1]) + ")";
+    if (words[0] == kCollective && !name.empty()) return name + number;
+    return op_name(words[0]) + number + (name.empty() ? "" : " of layer '" + name + "'");
+  }
+  int64_t words[kHeaderWords];
+};
+
+std::string seconds(int64_t ns) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f s", static_cast<double>(ns) * 1e-9);
+  return text;
+}
+
+}  // namespace
+
+bool Communicator::alive(int peer) const {
+  const Peer& p = peers_[static_cast<size_t>(peer)];
+  if (p.local || !options_.watch_pids) return true;
+  if (p.pidfd >= 0) {
+    pollfd poll_for{p.pidfd, POLLIN, 0};
+    return poll(&poll_for, 1, 0) <= 0;  // readable once the process has ended, also as a zombie
+  }
+  if (kill(p.pid, 0) != 0 && errno == ESRCH) return false;
+  // Without pidfd_open (seccomp, old kernels) a zombie still answers; its state stands behind the name's parenthesis.
+  char stat[512];
+  const int fd = open(("/proc/" + std::to_string(p.pid) + "/stat").c_str(), O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return true;
+  const ssize_t got = read(fd, stat, sizeof stat - 1);
+  close(fd);
+  stat[std::max<ssize_t>(got, 0)] = 0;
+  const char* name_end = std::strrchr(stat, ')');
+  return name_end == nullptr || name_end[1] == 0 || (name_end[2] != 'Z' && name_end[2] != 'X');
+}
+
+std::string Communicator::describe(int peer) const {
+  const Control& c = control(peer);
+  const Glimpse header(c.record);
+  std::string text = "rank " + std::to_string(peer) + ": ";
+  const int64_t since = now_ns() - c.since_ns.load(std::memory_order_relaxed);
+  const int64_t step = c.step.load(std::memory_order_relaxed);
+  const bool in_op = c.in_op.load(std::memory_order_relaxed) != 0;
+  if (!alive(peer)) {
+    text += "dead";
+    text += in_op ? "; was in " : "; its last call was ";
+  } else {
+    text += in_op ? "in " : "outside for " + seconds(since) + ", after ";
+  }
+  if (header.words[1] == 0) {
+    text += "no call yet";
+  } else {
+    text += header.call();
+  }
+  if (step >= 0) text += " at step " + std::to_string(step);
+  const int waits = c.waiting_for.load(std::memory_order_relaxed);
+  if (in_op && waits >= 0) text += ", waiting for rank " + std::to_string(waits) + " since " + seconds(since);
+  return text;
+}
+
+std::string Communicator::situation(int culprit) const {
+  if (culprit < 0) return "rank " + std::to_string(rank_) + " looked at its peers";
+  const Glimpse own(control(rank_).record);
+  const int64_t step = control(rank_).step.load(std::memory_order_relaxed);
+  std::string text = "rank " + std::to_string(rank_) + " in " + own.call() +
+                     (step >= 0 ? " at step " + std::to_string(step) : "") + " waited for rank " +
+                     std::to_string(culprit);
+  return text;
+}
+
+void Communicator::give_up(Broken why, int culprit, const std::string& text) {
+  std::string report = text + "\nWhat every rank was doing:";
+  for (int p = 0; p < world_; ++p) report += "\n  " + describe(p);
+  Control& own = control(rank_);
+  own.culprit.store(culprit);
+  own.broken.store(static_cast<uint32_t>(why));
+  ring();
+  failure_ = report;
+  failure_kind_ = why;
+  throw_failure();
+}
+
+void Communicator::throw_failure() const {
+  if (failure_kind_ == Broken::died) throw PeerDied(failure_);
+  if (failure_kind_ == Broken::timeout) throw PeerTimeout(failure_);
+  throw PeerError(failure_);
+}
+
+void Communicator::look_after(int waiting_for) {
+  for (int p = 0; p < world_; ++p) {
+    if (p == rank_) continue;
+    const uint32_t broken = control(p).broken.load();
+    if (broken) {
+      const int culprit = control(p).culprit.load();
+      const char* const whys[] = {"", " is dead", " did not arrive in time", " left the operation after an error"};
+      give_up(static_cast<Broken>(broken), culprit,
+              situation(waiting_for) + ", but rank " + std::to_string(p) + " has given up: rank " +
+                  std::to_string(culprit) + whys[broken & 3]);
+    }
+  }
+  for (int p = 0; p < world_; ++p) {
+    if (p != rank_ && !alive(p)) {
+      give_up(Broken::died, p,
+              situation(waiting_for) + ": rank " + std::to_string(p) + " (pid " + std::to_string(control(p).pid) +
+                  ") is dead");
+    }
+  }
+}
+
+void Communicator::check_usable() const {
+  const int32_t pid = control(rank_).pid;
+  if (pid != getpid()) {
+    throw PeerError("this group belongs to process " + std::to_string(pid) + "; a forked child must make its own");
+  }
+  if (!failure_.empty()) throw_failure();
+}
+
+void Communicator::check_peers() {
+  const std::unique_lock<std::mutex> alone(mutex_, std::try_to_lock);
+  if (!alone.owns_lock()) return;
+  check_usable();
+  look_after(-1);
+}
+
+void Communicator::too_late(int peer, int64_t waited_ns) {
+  give_up(Broken::timeout, peer,
+          situation(peer) + " for " + seconds(waited_ns) + ": it lives (pid " + std::to_string(control(peer).pid) +
+              ") but did not arrive in time");
+}
+
+}  // namespace moe_comm
