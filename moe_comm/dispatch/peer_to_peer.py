@@ -16,13 +16,13 @@ use. The protocol is in csrc/cuda/args.h.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from moe_comm.dispatch.autograd import dispatch_by
-from moe_comm.dispatch.base import Dispatched, DispatchOptions, Layout
+from moe_comm.dispatch.base import Dispatched, Layout
 from moe_comm.dispatch.handshake import describe
 from moe_comm.dispatch.header import Header
 from moe_comm.dispatch.peer_few import Buffers, FewSent, make_buffers, send_few, sum_few
@@ -30,11 +30,8 @@ from moe_comm.dispatch.peer_rows import Form, move_rows
 from moe_comm.dispatch.peer_steps import PeerSteps, dense
 from moe_comm.dispatch.peer_streams import record_stream
 from moe_comm.errors import ConfigError, HeapError, InputError
-from moe_comm.gpu.blocks import Blocks
 from moe_comm.gpu.heap import capturing
-from moe_comm.gpu.launch import Launcher
 from moe_comm.gpu.turns import NOWHERE, Offer, Slots
-from moe_comm.topology import ExpertPlacement
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,18 +51,10 @@ class FixedDispatched:
 class PeerToPeerDispatcher(PeerSteps):
     """GPUs of one host that reach each other's memory. Construction is collective over ``group``; see ``PeerSteps``."""
 
-    def __init__(
-        self,
-        placement: ExpertPlacement,
-        group: ProcessGroup | None,
-        rank: int,
-        options: DispatchOptions | None = None,
-        device: torch.device | str = "cuda",
-        launcher: Launcher | None = None,
-        blocks: Blocks | None = None,
-    ) -> None:
-        super().__init__(placement, group, rank, options, device, launcher, blocks)
-        self._few: dict[tuple[Form, int], Buffers] = {}
+    @cached_property
+    def _few(self) -> dict[tuple[Form, int], Buffers]:
+        """Made on first use."""
+        return {}
 
     def dispatch_async(
         self, x_TD: Tensor, ids_TK: Tensor, *, label: str = ""

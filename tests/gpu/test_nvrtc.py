@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_comm.errors import ConfigError, KernelError, MissingDependency
+from moe_comm.errors import ConfigError, KernelError
 from moe_comm.gpu import driver, nvrtc
 from moe_comm.gpu.ahead import read_tree
 from moe_comm.gpu.launch import kernel_fields
@@ -31,10 +31,7 @@ FILES = {
 
 @pytest.fixture(scope="module")
 def compiler() -> Nvrtc:
-    try:
-        return nvrtc.find()
-    except MissingDependency as error:
-        pytest.skip(str(error))
+    return nvrtc.find()  # which the extra dev brings, as torch for CUDA does
 
 
 class Counting:
@@ -172,8 +169,7 @@ class Launched(ctypes.Structure):
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cc = shutil.which("cc") or shutil.which("gcc")
-    if cc is None:
-        pytest.skip("needs a C compiler")
+    assert cc is not None, "building moe_comm takes a compiler, and so does this"
     path = tmp_path_factory.mktemp("driver") / "libcuda.so"
     source = Path(__file__).with_name("fake_driver.c")
     subprocess.run([cc, "-shared", "-fPIC", "-Wall", "-Werror", "-o", path, source], check=True, timeout=60)
