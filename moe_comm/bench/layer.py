@@ -21,12 +21,13 @@ from moe_comm.bench.case import WrongAnswer, make_x
 from moe_comm.bench.clock import Clock, Stats, summarise, sync_alone, sync_group
 from moe_comm.bench.layer_ours import Ours, OursAlone
 from moe_comm.bench.layer_peers import HuggingFace, HuggingFaceEP, LayerContestant, Torchtitan
+from moe_comm.bench.layer_sonic import SonicMoE
 from moe_comm.bench.ranks import on_ranks
 from moe_comm.bench.settings import LayerBench
 from moe_comm.runtime.launch import under_torchrun
 
 KINDS: dict[str, type[LayerContestant]] = {
-    kind.name: kind for kind in (OursAlone, Ours, HuggingFace, HuggingFaceEP, Torchtitan)
+    kind.name: kind for kind in (OursAlone, Ours, HuggingFace, HuggingFaceEP, Torchtitan, SonicMoE)
 }
 MEMORY_ITERATIONS = 2
 """Of a contestant alone; the first also makes buffers that stay."""

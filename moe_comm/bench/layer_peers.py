@@ -150,7 +150,7 @@ class HuggingFaceEP(HuggingFace):
             return "needs more than one rank"
         if (missing := super().why_not(settings)) is not None:
             return missing
-        return _import_fault("transformers.distributed.expert_parallel")
+        return import_fault("transformers.distributed.expert_parallel")
 
     def build(self, weights: Weights) -> nn.Module:
         from torch.distributed.device_mesh import init_device_mesh
@@ -188,7 +188,7 @@ class Torchtitan(LayerContestant):
     def why_not(cls, settings: LayerBench) -> str | None:
         if util.find_spec("torchtitan") is None:
             return "not installed: pip install torchtitan"
-        return _import_fault("torchtitan.models.common.moe")
+        return import_fault("torchtitan.models.common.moe")
 
     def build(self, weights: Weights) -> nn.Module:
         s = self.settings
@@ -241,7 +241,7 @@ class Torchtitan(LayerContestant):
         }
 
 
-def _import_fault(module: str) -> str | None:
+def import_fault(module: str) -> str | None:
     """Why ``module`` does not import; None if it does."""
     try:
         with redirect_stderr(StringIO()):

@@ -115,7 +115,7 @@ class DispatchBench(Shape):
         return self.iterations or (300 if self.tokens <= SMALL_TOKENS else 15)
 
 
-LAYER_PEERS = ("hf_grouped_mm", "hf_all_to_all", "torchtitan")
+LAYER_PEERS = ("hf_grouped_mm", "hf_all_to_all", "torchtitan", "sonic_moe")
 
 
 @dataclass(frozen=True)
