@@ -6,9 +6,10 @@
     python benchmarks/gpu_bench.py host --json host-p2p.json
 
 ``dispatch``: dispatch and combine of many tokens. ``few``: of 1 to 256. ``virtual``: of 2, 4 and 8 ranks in this one
-process, a stream each, which share the GPU and its memory's rate. ``host``: how long a layer's forward keeps the
-host. One rank holds all experts, so every row moves within the GPU's memory; under torchrun every rank has its GPU and
-its share of the experts, tokens are those of each rank, and the slowest rank's time counts.
+process, a stream each, which share the GPU and its memory's rate. ``host``: how long a layer's forward, and dispatch
+and combine alone, keep the host. One rank holds all experts, so every row moves within the GPU's memory; under
+torchrun every rank has its GPU and its share of the experts, tokens are those of each rank, and the slowest rank's time
+counts.
 ``--device cpu`` runs the same kernels emulated, to see that this script works; its times mean nothing.
 
 The limits: a row that is dispatched or combined is read and written as ``torch.Tensor.copy_`` moves bytes, measured in
@@ -318,26 +319,55 @@ def _one_of_many(
 
 
 def run_host(settings: Settings) -> list[dict[str, Any]]:
-    """Microseconds that a layer's forward keeps the host (until it returns), and until its result is there."""
+    """Microseconds that a layer's forward, and dispatch and combine alone, keep the host (until they return), and until
+    the result is there."""
     found = []
     for tokens in settings.tokens:
         config = MoEConfig(settings.hidden, settings.hidden, RouterConfig(settings.experts, settings.top_k))
         layer = MoELayer.build(config).to(settings.device, torch.bfloat16)
-        x_TD = torch.randn(tokens, settings.hidden, device=settings.device, dtype=torch.bfloat16)
-        returns, there = [], []
-        with torch.no_grad():
-            for i in range(settings.warmup + settings.iterations):
-                start = time.perf_counter()
-                layer(x_TD)
-                returned = time.perf_counter()
-                if settings.device == "cuda":
-                    torch.cuda.synchronize()
-                if i >= settings.warmup:
-                    returns.append((returned - start) * 1e6)
-                    there.append((time.perf_counter() - start) * 1e6)
-        medians = {"host_us": statistics.median(returns), "total_us": statistics.median(there)}
-        found.append({"tokens": tokens, "who": "MoELayer forward", **medians})
+        x_TD, ids_TK, weights_TK = batch(settings, tokens)
+        heap = heap_bytes(tokens * settings.top_k, settings.hidden, torch.bfloat16, blocks=3) + (1 << 20)
+        peers = PeerToPeerOptions(
+            heap_bytes=heap, capacity_rows=tokens * settings.top_k, emulate=settings.device == "cpu"
+        )
+        placement = ExpertPlacement.of(settings.experts, 1, None)
+        # Unchecked: else combine waits for the device, which is not the host's time.
+        options = DispatchOptions(checked=False, peer_to_peer=peers)
+        dispatcher = PeerToPeerDispatcher(placement, None, 0, options, settings.device)
+        contestants = {
+            "MoELayer forward": partial(layer, x_TD),
+            "peer_to_peer dispatch and combine": partial(_exact, dispatcher, x_TD, ids_TK, weights_TK),
+            "peer_to_peer dispatch_fixed and combine": partial(_fixed, dispatcher, x_TD, ids_TK, weights_TK),
+        }
+        for who, once in contestants.items():
+            found.append({"tokens": tokens, "who": who, **_host_us(once, settings)})
     return found
+
+
+def _host_us(once: Callable[[], Any], settings: Settings) -> dict[str, float]:
+    """Medians; see ``run_host``."""
+    returns, there = [], []
+    with torch.no_grad():
+        for i in range(settings.warmup + settings.iterations):
+            start = time.perf_counter()
+            once()
+            returned = time.perf_counter()
+            if settings.device == "cuda":
+                torch.cuda.synchronize()
+            if i >= settings.warmup:
+                returns.append((returned - start) * 1e6)
+                there.append((time.perf_counter() - start) * 1e6)
+    return {"host_us": statistics.median(returns), "total_us": statistics.median(there)}
+
+
+def _exact(dispatcher: PeerToPeerDispatcher, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    sent = dispatcher.dispatch(x_TD, ids_TK)
+    return dispatcher.combine(sent.rows_RD, weights_TK, sent.layout)
+
+
+def _fixed(dispatcher: PeerToPeerDispatcher, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    sent = dispatcher.dispatch_fixed(x_TD, ids_TK)
+    return dispatcher.combine(sent.rows_CD, weights_TK, sent.layout)
 
 
 PARTS: dict[str, tuple[Callable[[Settings], list[dict[str, Any]]], dict[str, Any]]] = {

@@ -1,16 +1,25 @@
-// The Python face of peer_to_peer's kernels: what words they take, and starting them on a GPU or on this thread.
+// The Python face of peer_to_peer's kernels: what words they take, and starting them one by one or as operations.
 #include "bind_p2p.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <array>
+#include <cstring>
 #include <map>
+#include <memory>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
+#include "bind_tensor.h"
 #include "cuda/args.h"
 #include "cuda/launch.h"
+#include "cuda/plan.h"
+#include "cuda/starters.h"
 
 namespace py = pybind11;
 
@@ -66,32 +75,189 @@ int checked_number(const std::string& kernel, const std::string& args) {
   return number;
 }
 
-void p2p_launch(const std::string& machine, const std::string& kernel, int64_t blocks, int64_t threads,
-                int64_t shared_bytes, uintptr_t stream, const std::string& args, int device) {
-  const int number = checked_number(kernel, args);
-  if (machine != "host" && machine != "cuda") {
-    throw std::invalid_argument("p2p_launch: machine must be 'host' or 'cuda'; got '" + machine + "'");
+// A launcher in Python: recorders and other devices of tests.
+class PythonStarter : public p2p::Starter {
+ public:
+  explicit PythonStarter(py::function call) : call_(std::move(call)) {}
+  ~PythonStarter() override {
+    py::gil_scoped_acquire gil;
+    call_ = py::function();
   }
+  void start(int kernel, const p2p::Launch& how, const void* args) override {
+    py::gil_scoped_acquire gil;
+    const auto bytes = static_cast<size_t>(p2p::argument_bytes(kernel));
+    call_(p2p::kernel_name(kernel), how.blocks, how.threads, how.shared_bytes, how.stream,
+          py::bytes(static_cast<const char*>(args), bytes));
+  }
+
+ private:
+  py::function call_;
+};
+
+std::shared_ptr<p2p::Starter> cuda_starter(int device) {
+#ifdef MOE_COMM_WITH_CUDA
+  return std::make_shared<p2p::CudaStarter>(device);
+#else
+  (void)device;
+  throw p2p::LaunchError("this build of moe_comm has no CUDA kernels; compile them with NVRTC");
+#endif
+}
+
+std::shared_ptr<p2p::Starter> driver_starter(const std::map<std::string, uintptr_t>& calls, uintptr_t context,
+                                             const std::map<std::string, uintptr_t>& functions) {
+  p2p::Driver d;
+  const auto take = [&](auto& pointer, const char* name) {
+    pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(calls.at(name));
+  };
+  take(d.launch, "cuLaunchKernel");
+  take(d.set_attribute, "cuFuncSetAttribute");
+  take(d.get_context, "cuCtxGetCurrent");
+  take(d.set_context, "cuCtxSetCurrent");
+  take(d.error_name, "cuGetErrorName");
+  take(d.error_words, "cuGetErrorString");
+  d.context = reinterpret_cast<void*>(context);
+  for (int kernel = 0; kernel < p2p::kKernels; ++kernel) {
+    d.functions[kernel] = reinterpret_cast<void*>(functions.at(p2p::kernel_name(kernel)));
+  }
+  return std::make_shared<p2p::DriverStarter>(d);
+}
+
+void start(p2p::Starter& starter, const std::string& kernel, int64_t blocks, int64_t threads, int64_t shared_bytes,
+           uintptr_t stream, const std::string& args) {
+  const int number = checked_number(kernel, args);
   if (blocks < 0 || threads < 1 || threads > 1024) {
-    throw std::invalid_argument("p2p_launch: needs blocks >= 0 and 1 <= threads <= 1024; got " +
+    throw std::invalid_argument("p2p_" + kernel + " needs blocks >= 0 and 1 <= threads <= 1024; got " +
                                 std::to_string(blocks) + " blocks of " + std::to_string(threads) + " threads");
   }
   if (blocks == 0) return;
-  py::gil_scoped_release release;
-  if (machine == "host") {
-    p2p::run_on_host(number, blocks, args.data());
-    return;
-  }
-#ifdef MOE_COMM_WITH_CUDA
   if (shared_bytes < 0) shared_bytes = p2p::shared_bytes(number, args.data(), threads);
-  const std::string error = p2p::launch_cuda(number, {blocks, threads, shared_bytes, stream, device}, args.data());
-  if (!error.empty()) throw std::runtime_error("p2p_" + kernel + " was not launched: " + error);
-#else
-  (void)stream;
-  (void)device;
-  (void)shared_bytes;
-  throw std::runtime_error("p2p_" + kernel + ": this build of moe_comm has no CUDA kernels; compile them with NVRTC");
-#endif
+  py::gil_scoped_release release;
+  starter.start(number, {blocks, threads, shared_bytes, stream, -1}, args.data());
+}
+
+using Offer = std::array<int64_t, p2p::kOfferWords>;
+
+p2p::Told told(const py::bytes& header, int64_t slot, const Offer& offer) {
+  if (PyBytes_GET_SIZE(header.ptr()) != p2p::kHeaderWords * 8) throw std::invalid_argument("a header has 49 words");
+  p2p::Told t;
+  t.header = PyBytes_AS_STRING(header.ptr());
+  t.slot = slot;
+  std::copy(offer.begin(), offer.end(), t.offer);
+  return t;
+}
+
+py::list list_of(const std::vector<int64_t>& numbers) {
+  py::list found(numbers.size());
+  for (size_t i = 0; i < numbers.size(); ++i) found[i] = numbers[i];
+  return found;
+}
+
+void bind_plan(py::module_& m) {
+  using p2p::Plan;
+  using Release = py::gil_scoped_release;
+  py::class_<Plan>(m, "P2pPlan", "One rank's operations, each as the launches that it takes. See cuda/plan.h.")
+      .def(py::init([](std::shared_ptr<p2p::Starter> starter, const std::array<int64_t, 9>& group,
+                       std::vector<int64_t> offsets, int64_t headers_at, int64_t all_headers_at, int64_t host_counts_at,
+                       int64_t left_at) {
+        p2p::Home home;
+        static_assert(sizeof home.group == sizeof group + sizeof home.group.timeout_ns, "timeout_ns is last");
+        std::memcpy(&home.group, group.data(), sizeof group);
+        home.offsets = std::move(offsets);
+        home.headers_at = headers_at;
+        home.all_headers_at = all_headers_at;
+        home.host_counts_at = host_counts_at;
+        home.left_at = left_at;
+        return std::make_unique<Plan>(std::move(starter), home);
+      }))
+      .def_readwrite("turn", &Plan::turn)
+      .def("begin", &Plan::begin)
+      .def("use", [](Plan& p, const std::array<int64_t, 5>& at) { p.use({at[0], at[1], at[2], at[3], at[4]}); })
+      .def("count_and_meet",
+           [](Plan& p, int64_t tokens, int64_t top_k, int64_t ids_at, int64_t chunk, const py::bytes& header,
+              int64_t slot, const Offer& offer) {
+             const p2p::Told t = told(header, slot, offer);
+             Release release;
+             p.count_and_meet({tokens, top_k}, ids_at, chunk, t);
+           })
+      .def("meet",
+           [](Plan& p, const py::bytes& header, int64_t slot, const Offer& offer) {
+             const p2p::Told t = told(header, slot, offer);
+             Release release;
+             p.meet(t);
+           })
+      .def("move",
+           [](Plan& p, int64_t x_at, int64_t stride, int64_t hidden, int64_t dtype, int64_t place_at, int64_t format,
+              int64_t power_of_two, const std::array<int64_t, 5>& links) {
+             Release release;
+             p.move({x_at, stride, hidden, dtype}, place_at, format, power_of_two,
+                    {links[0], links[1], links[2], links[3], links[4]});
+           })
+      .def("sum",
+           [](Plan& p, const py::bytes& header, int64_t slot, const Offer& offer, int64_t blocks, int64_t tokens,
+              int64_t top_k, int64_t hidden, int64_t dtype, int64_t place_at, int64_t weights_at, int64_t y_at) {
+             const p2p::Told t = told(header, slot, offer);
+             Release release;
+             p.meet(t);
+             p.sum(blocks, {tokens, top_k}, {y_at, 0, hidden, dtype}, place_at, weights_at);
+             p.done();
+           })
+      .def("spread",
+           [](Plan& p, const py::bytes& header, int64_t slot, const Offer& offer, int64_t blocks, int64_t tokens,
+              int64_t top_k, int64_t hidden, int64_t dtype, int64_t place_at, int64_t weights_at, int64_t grad_at,
+              int64_t stride, int64_t dots_at) {
+             const p2p::Told t = told(header, slot, offer);
+             Release release;
+             p.meet(t);
+             p.spread(blocks, {tokens, top_k}, {grad_at, stride, hidden, dtype}, place_at, weights_at, dots_at);
+             p.done();
+           })
+      .def("send_few",
+           [](Plan& p, int64_t tokens, int64_t top_k, int64_t ids_at, int64_t hidden, int64_t dtype, int64_t x_at,
+              int64_t stride, int64_t offers_at, int64_t place_at, int64_t max_tokens, int64_t parts, int64_t format,
+              int64_t power_of_two) {
+             p2p::LlSendArgs a{};
+             a.tokens = tokens;
+             a.top_k = top_k;
+             a.ids_at = ids_at;
+             a.hidden = hidden;
+             a.dtype = dtype;
+             a.x_at = x_at;
+             a.stride = stride;
+             a.offers_at = offers_at;
+             a.place_at = place_at;
+             a.max_tokens = max_tokens;
+             a.parts = parts;
+             a.format = format;
+             a.power_of_two = power_of_two;
+             Release release;
+             p.send_few(a);
+           })
+      .def("receive_few", &Plan::receive_few, py::call_guard<Release>())
+      .def("sum_few",
+           [](Plan& p, int64_t blocks, int64_t tokens, int64_t top_k, int64_t hidden, int64_t dtype, int64_t place_at,
+              int64_t weights_at, int64_t y_at, int64_t offers_at) {
+             Release release;
+             p.sum_few(blocks, {tokens, top_k}, {y_at, 0, hidden, dtype}, place_at, weights_at, offers_at);
+           })
+      .def("seen_turn", &Plan::seen_turn)
+      .def("failed", &Plan::failed)
+      .def("wait", &Plan::wait, py::call_guard<Release>())
+      .def("counted", [](const Plan& p, int64_t header_word) {
+        const p2p::Counted c = p.counted(header_word);
+        return py::make_tuple(list_of(c.own), list_of(c.rows), list_of(c.said), c.dropped);
+      });
+}
+
+// Bytes of a block as a matrix; `owner` lives as long as a tensor over it.
+py::capsule block_tensor(uintptr_t at, int64_t rows, int64_t columns, int code, int bits, int device_type, int device,
+                         const py::object& owner) {
+  PyObject* kept = owner.inc_ref().ptr();
+  return matrix_tensor(reinterpret_cast<void*>(at), rows, columns,
+                       {static_cast<uint8_t>(code), static_cast<uint8_t>(bits), 1}, {device_type, device}, [kept] {
+                         if (!Py_IsInitialized()) return;  // at exit it just stays
+                         py::gil_scoped_acquire gil;
+                         Py_DECREF(kept);
+                       });
 }
 
 }  // namespace
@@ -122,10 +288,30 @@ void bind_p2p(py::module_& m) {
       },
       py::arg("kernel"), py::arg("threads"), py::arg("args"), "Shared memory that a block needs.");
   m.def(
-      "p2p_launch", &p2p_launch, py::arg("machine"), py::arg("kernel"), py::arg("blocks"), py::arg("threads"),
-      py::arg("shared_bytes"), py::arg("stream"), py::arg("args"), py::arg("device") = -1,
-      "Start p2p_<kernel> on 'cuda', or run it on this thread ('host'). shared_bytes -1: what it needs. device: of the "
-      "stream, -1 for the current one.");
+      "p2p_threads",
+      [] {
+        std::map<std::string, int64_t> threads;
+        for (int kernel = 0; kernel < p2p::kKernels; ++kernel) {
+          threads[p2p::kernel_name(kernel)] = p2p::usual_threads(kernel);
+        }
+        return threads;
+      },
+      "By kernel: how many threads its blocks have.");
+  m.def(
+      "p2p_tensor", &block_tensor, py::arg("at"), py::arg("rows"), py::arg("columns"), py::arg("code"), py::arg("bits"),
+      py::arg("device_type"), py::arg("device"), py::arg("owner"),
+      "Memory as a matrix, for torch.from_dlpack; `owner` lives as long. code, bits, device_type: as DLPack has them.");
+  py::class_<p2p::Starter, std::shared_ptr<p2p::Starter>>(m, "P2pStarter", "Where kernels are started.")
+      .def_static("host", [] { return std::shared_ptr<p2p::Starter>(std::make_shared<p2p::HostStarter>()); })
+      .def_static("cuda", &cuda_starter, py::arg("device"))
+      .def_static("driver", &driver_starter, py::arg("calls"), py::arg("context"), py::arg("functions"))
+      .def_static("python",
+                  [](py::function call) {
+                    return std::shared_ptr<p2p::Starter>(std::make_shared<PythonStarter>(std::move(call)));
+                  })
+      .def("start", &start, py::arg("kernel"), py::arg("blocks"), py::arg("threads"), py::arg("shared_bytes"),
+           py::arg("stream"), py::arg("args"), "shared_bytes -1: what it needs.");
+  bind_plan(m);
 }
 
 }  // namespace moe_comm

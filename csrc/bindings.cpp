@@ -8,8 +8,8 @@
 
 #include "bind_operators.h"
 #include "bind_p2p.h"
+#include "bind_tensor.h"
 #include "cpu/communicator.h"
-#include "cpu/dlpack.h"
 #include "cpu/errors.h"
 #include "cpu/exchange.h"
 #include "cpu/heap.h"
@@ -18,6 +18,7 @@
 #include "cpu/rendezvous.h"
 #include "cpu/transfer.h"
 #include "cpu/underway.h"
+#include "cuda/launch.h"
 #include "cuda/sources.h"
 
 #ifdef MOE_COMM_WITH_CUDA
@@ -34,42 +35,10 @@ T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// Memory as a matrix; `dropped` is called when torch drops the last tensor over it, on whatever thread.
-struct Matrix {
-  DLManagedTensor managed{};
-  int64_t shape[2]{};
-  std::function<void()> dropped;
-
-  static void release(DLManagedTensor* self) {
-    auto* matrix = static_cast<Matrix*>(self->manager_ctx);
-    matrix->dropped();
-    delete matrix;
-  }
-};
-
 py::capsule matrix_tensor(char* data, int64_t rows, int64_t columns, int dtype, std::function<void()> dropped) {
-  auto matrix = std::make_unique<Matrix>();
-  matrix->shape[0] = rows;
-  matrix->shape[1] = columns;
-  DLTensor& tensor = matrix->managed.dl_tensor;
-  tensor.data = data;
-  tensor.device = {1, 0};
-  tensor.ndim = 2;
-  tensor.dtype = {static_cast<uint8_t>(dtype == kBFloat16 ? 4 : 2), static_cast<uint8_t>(8 * dtype_bytes(dtype)), 1};
-  tensor.shape = matrix->shape;
-  matrix->managed.manager_ctx = matrix.get();
-  matrix->managed.deleter = &Matrix::release;
-  matrix->dropped = std::move(dropped);
-  PyObject* capsule = PyCapsule_New(&matrix->managed, "dltensor", [](PyObject* self) {
-    // Torch renames a capsule that it has taken; one still called "dltensor" was never used.
-    if (PyCapsule_IsValid(self, "dltensor")) {
-      auto* managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(self, "dltensor"));
-      managed->deleter(managed);
-    }
-  });
-  if (!capsule) throw py::error_already_set();
-  matrix.release();
-  return py::reinterpret_steal<py::capsule>(capsule);
+  const uint8_t code = dtype == kBFloat16 ? 4 : 2;
+  return moe_comm::matrix_tensor(data, rows, columns, {code, static_cast<uint8_t>(8 * dtype_bytes(dtype)), 1}, {1, 0},
+                                 std::move(dropped));
 }
 
 // A block of a heap, which goes back with the tensor.
@@ -133,6 +102,8 @@ PYBIND11_MODULE(_C, m) {
       PyErr_SetObject(handshake.ptr(), error.ptr());
     } catch (const HeapError& e) {
       raise_python("HeapError", e.what());
+    } catch (const p2p::LaunchError& e) {
+      raise_python("KernelError", e.what());
     } catch (const PeerDied& e) {
       raise_python("PeerDied", e.what());
     } catch (const PeerTimeout& e) {

@@ -4,7 +4,7 @@ dtype codes: 0 float32, 1 bfloat16, 2 float16. Strides are in elements for swigl
 ``compared``: the header's compared words.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 class HandshakeFailed(Exception):
@@ -246,16 +246,126 @@ def p2p_constants() -> dict[str, int]: ...
 def p2p_control(world: int, experts: int, local_experts: int) -> dict[str, int]: ...
 def p2p_row_bytes(hidden: int, dtype: int, format: int) -> tuple[int, int]: ...
 def p2p_shared_bytes(kernel: str, threads: int, args: bytes) -> int: ...
-def p2p_launch(
-    machine: str,
-    kernel: str,
-    blocks: int,
-    threads: int,
-    shared_bytes: int,
-    stream: int,
-    args: bytes,
-    device: int = -1,
-) -> None: ...
+def p2p_threads() -> dict[str, int]: ...
+def p2p_tensor(
+    at: int, rows: int, columns: int, code: int, bits: int, device_type: int, device: int, owner: object
+) -> Any: ...
+
+class P2pStarter:
+    """Where kernels are started: on this thread, by the CUDA runtime, by the driver, or by a function in Python."""
+
+    @staticmethod
+    def host() -> P2pStarter: ...
+    @staticmethod
+    def cuda(device: int) -> P2pStarter: ...
+    @staticmethod
+    def driver(calls: Mapping[str, int], context: int, functions: Mapping[str, int]) -> P2pStarter: ...
+    @staticmethod
+    def python(call: Callable[[str, int, int, int, int, bytes], None], /) -> P2pStarter: ...
+    def start(self, kernel: str, blocks: int, threads: int, shared_bytes: int, stream: int, args: bytes) -> None: ...
+
+class P2pPlan:
+    """One rank's operations, each as the launches that it takes; see csrc/cuda/plan.h. ``begin`` comes first, and
+    ``use`` where kernels of a turn hand each other what they make. offer: five words."""
+
+    turn: int
+    def __init__(
+        self,
+        starter: P2pStarter,
+        group: Sequence[int],
+        offsets: Sequence[int],
+        headers_at: int,
+        all_headers_at: int,
+        host_counts_at: int,
+        left_at: int,
+        /,
+    ) -> None: ...
+    def begin(self, stream: int, timeout_ns: int, captured: bool, /) -> None: ...
+    def use(self, scratch: Sequence[int], /) -> None: ...
+    def count_and_meet(
+        self, tokens: int, top_k: int, ids_at: int, chunk: int, header: bytes, slot: int, offer: Sequence[int], /
+    ) -> None: ...
+    def meet(self, header: bytes, slot: int, offer: Sequence[int], /) -> None: ...
+    def move(
+        self,
+        x_at: int,
+        stride: int,
+        hidden: int,
+        dtype: int,
+        place_at: int,
+        format: int,
+        power_of_two: int,
+        links: Sequence[int],
+        /,
+    ) -> None: ...
+    def sum(
+        self,
+        header: bytes,
+        slot: int,
+        offer: Sequence[int],
+        blocks: int,
+        tokens: int,
+        top_k: int,
+        hidden: int,
+        dtype: int,
+        place_at: int,
+        weights_at: int,
+        y_at: int,
+        /,
+    ) -> None: ...
+    def spread(
+        self,
+        header: bytes,
+        slot: int,
+        offer: Sequence[int],
+        blocks: int,
+        tokens: int,
+        top_k: int,
+        hidden: int,
+        dtype: int,
+        place_at: int,
+        weights_at: int,
+        grad_at: int,
+        stride: int,
+        dots_at: int,
+        /,
+    ) -> None: ...
+    def send_few(
+        self,
+        tokens: int,
+        top_k: int,
+        ids_at: int,
+        hidden: int,
+        dtype: int,
+        x_at: int,
+        stride: int,
+        offers_at: int,
+        place_at: int,
+        max_tokens: int,
+        parts: int,
+        format: int,
+        power_of_two: int,
+        /,
+    ) -> None: ...
+    def receive_few(self, parts: int, counts_at: int, /) -> None: ...
+    def sum_few(
+        self,
+        blocks: int,
+        tokens: int,
+        top_k: int,
+        hidden: int,
+        dtype: int,
+        place_at: int,
+        weights_at: int,
+        y_at: int,
+        offers_at: int,
+        /,
+    ) -> None: ...
+    def seen_turn(self) -> int: ...
+    def failed(self) -> bool: ...
+    def wait(self, until: int, limit_ns: int, /) -> bool: ...
+    def counted(self, header_word: int, /) -> tuple[list[int], list[int], list[int], int]: ...
+
 def cuda_sources() -> dict[str, str]: ...
 def cuda_archs() -> str: ...
 def cuda_probe() -> str | None: ...

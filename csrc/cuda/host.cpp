@@ -16,6 +16,7 @@ namespace {
 struct Entry {
   const char* name;
   int64_t bytes;
+  int64_t threads;
   int64_t (*shared)(const void* args, int64_t threads);
   void (*run)(Machine& m, const void* args);
 };
@@ -27,8 +28,24 @@ Args read(const void* args) {
   return a;
 }
 
+// Within what kernels.cu compiles them for.
+constexpr int64_t threads_of(Kernel kernel) {
+  switch (kernel) {
+    case k_count:
+      return 256;
+    case k_push:
+    case k_fan_out:
+    case k_sum:
+    case k_spread:
+    case k_ll_send:
+      return 512;
+    default:
+      return 1024;
+  }
+}
+
 #define MOE_P2P_ENTRY(name, Args, words)                                                                      \
-  Entry{#name, sizeof(Args),                                                                                  \
+  Entry{#name, sizeof(Args), threads_of(k_##name),                                                            \
         [](const void* args, int64_t threads) -> int64_t { return shared_bytes(read<Args>(args), threads); }, \
         [](Machine& m, const void* args) { name(m, read<Args>(args)); }},
 const Entry entries[] = {MOE_P2P_KERNELS(MOE_P2P_ENTRY)};
@@ -43,6 +60,10 @@ int kernel_number(const std::string& name) {
   }
   return -1;
 }
+
+const char* kernel_name(int kernel) { return entries[kernel].name; }
+
+int64_t usual_threads(int kernel) { return entries[kernel].threads; }
 
 int64_t argument_bytes(int kernel) { return entries[kernel].bytes; }
 

@@ -39,6 +39,15 @@ TEST(transfer_gives_the_reference_bits_on_2_4_8_ranks) {
   }
 }
 
+// More than any table of 32 peers holds, and no power of two.
+TEST(transfer_gives_the_reference_bits_on_67_ranks) {
+  Communicator::Options options = patient();
+  options.spin_us = 0.0;
+  Ranks ranks(67, options);
+  Random random(67);
+  play_random(ranks, random, 2, Limits());
+}
+
 TEST(transfer_gives_the_reference_bits_through_named_shared_memory) {
   Ranks ranks = Ranks::named(3, patient(), {int64_t{1} << 30, int64_t{1} << 30, int64_t{1} << 30});
   Random random(3);

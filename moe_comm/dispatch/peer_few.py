@@ -24,7 +24,7 @@ from moe_comm.dispatch.peer_memory import PeerMemory
 from moe_comm.dispatch.peer_rows import Arriving, Form, place
 from moe_comm.errors import ConfigError, HeapError, InputError
 from moe_comm.gpu.limits import check_shared
-from moe_comm.gpu.turns import MAX_PARTS, NOWHERE, Offer, address
+from moe_comm.gpu.protocol import MAX_PARTS, NOWHERE, Offer, address
 from moe_comm.runtime.shared import DTYPE_CODES
 
 MOST_TOKENS = 65535
@@ -47,7 +47,7 @@ class Buffers:
     results_W5: Tensor
 
 
-def make_buffers(memory: PeerMemory, form: Form, max_tokens: int, header: Header, timeout_ns: int) -> Buffers:
+def make_buffers(memory: PeerMemory, form: Form, max_tokens: int, header: Header) -> Buffers:
     """Collective.
 
     Raises:
@@ -68,13 +68,18 @@ def make_buffers(memory: PeerMemory, form: Form, max_tokens: int, header: Header
         results_RD.zero_()
     except HeapError as error:
         problem = error
-    first = turns.meet(header.pack(), Offer(NOWHERE) if arriving is None else arriving.offer, timeout_ns)
-    memory.check(timeout_ns, header)
-    second = turns.meet(header.pack(), Offer(place(turns.heap, results_RD, problem)), timeout_ns)
-    memory.check(timeout_ns, header)
+    arriving_W5 = _offered(memory, header, None if arriving is None else arriving.offer)
+    results_W5 = _offered(memory, header, None if results_RD is None else Offer(place(turns.heap, results_RD)))
     if arriving is None or results_RD is None:
         raise problem or HeapError("no room")
-    return Buffers(max_tokens, arriving, results_RD, first.offers_W5, second.offers_W5)
+    return Buffers(max_tokens, arriving, results_RD, arriving_W5, results_W5)
+
+
+def _offered(memory: PeerMemory, header: Header, offer: Offer | None) -> Tensor:
+    """[W, 5] all ranks' offers, on the device, to keep."""
+    memory.turns.meet(header.pack().tobytes(), offer or Offer(NOWHERE))
+    memory.check(header)
+    return memory.turns.scratch.offers_W5.clone()
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +90,7 @@ class FewSent:
     buffers: Buffers
     header: Header
     place_TK: Tensor
-    timeout_ns: int
+    timeout_s: float
 
     @property
     def _parts(self) -> int:
@@ -114,14 +119,8 @@ class FewSent:
         turns, shape = self.memory.turns, self.memory.turns.shape
         num_local = shape.own_experts.stop - shape.own_experts.start
         counts_LW = torch.empty(shape.local_experts, shape.world, dtype=torch.int64, device=turns.device)
-        turns.launch(
-            "ll_arrive",
-            1,
-            self.timeout_ns,
-            parts=self._parts,
-            few_counts_at=address(counts_LW),
-            host_counts_at=0,
-        )
+        turns.begin(self.timeout_s)
+        turns.plan.receive_few(self._parts, address(counts_LW))
         if self.memory.on_host:
             self.memory.look(self.header)
         rows_RD = self.buffers.arriving.rows()
@@ -130,7 +129,7 @@ class FewSent:
 
 
 def send_few(
-    memory: PeerMemory, buffers: Buffers, x_TD: Tensor, ids_TK: Tensor, header: Header, timeout_ns: int
+    memory: PeerMemory, buffers: Buffers, x_TD: Tensor, ids_TK: Tensor, header: Header, timeout_s: float
 ) -> FewSent:
     """Queue the sending of ``x_TD``, dense rows, to the experts ``ids_TK``, dense int64.
 
@@ -140,47 +139,41 @@ def send_few(
     form, turns = buffers.arriving.form, memory.turns
     if x_TD.shape[0] > buffers.max_tokens:
         raise InputError(f"low-latency dispatch of {x_TD.shape[0]} tokens through places for {buffers.max_tokens}")
-    place_TK = torch.empty(ids_TK.shape, dtype=torch.int64, device=ids_TK.device)
-    parts = parts_of(turns.shape.experts)
-    turns.launch(
-        "ll_send",
-        turns.shape.experts * parts,
-        timeout_ns,
-        tokens=x_TD.shape[0],
-        top_k=ids_TK.shape[1],
-        ids_at=address(ids_TK),
-        hidden=form.hidden,
-        dtype=DTYPE_CODES[form.dtype],
-        x_at=address(x_TD),
-        stride=x_TD.stride(0) * x_TD.element_size(),
-        offers_at=address(buffers.arriving_W5),
-        place_at=address(place_TK),
-        max_tokens=buffers.max_tokens,
-        parts=parts,
-        format=form.packing,
-        power_of_two=int(form.payload.power_of_two),
+    tokens, top_k = ids_TK.shape
+    place_TK = torch.empty_like(ids_TK)
+    turns.plan.send_few(
+        tokens,
+        top_k,
+        address(ids_TK),
+        form.hidden,
+        DTYPE_CODES[form.dtype],
+        address(x_TD),
+        x_TD.stride(0) * x_TD.element_size(),
+        address(buffers.arriving_W5),
+        address(place_TK),
+        buffers.max_tokens,
+        parts_of(turns.shape.experts),
+        *form.words,
     )
-    return FewSent(memory, buffers, header, place_TK, timeout_ns)
+    return FewSent(memory, buffers, header, place_TK, timeout_s)
 
 
-def sum_few(sent: FewSent, weights_TK: Tensor, grid: int) -> Tensor:
+def sum_few(sent: FewSent, weights_TK: Tensor, blocks: int) -> Tensor:
     """Queue the sum of each token's results, [T, D]. ``sent.results`` holds this rank's."""
     turns, form = sent.memory.turns, sent.buffers.arriving.form
     tokens, top_k = sent.place_TK.shape
-    turns.ready(sent.timeout_ns)
     y_TD = torch.empty(tokens, form.hidden, dtype=form.dtype, device=turns.device)
-    turns.launch(
-        "sum",
-        min(grid, tokens),
-        sent.timeout_ns,
-        hidden=form.hidden,
-        dtype=DTYPE_CODES[form.dtype],
-        tokens=tokens,
-        top_k=top_k,
-        place_at=address(sent.place_TK),
-        offers_at=address(sent.buffers.results_W5),
-        weights_at=address(weights_TK),
-        y_at=address(y_TD),
+    turns.count_turn()
+    turns.plan.sum_few(
+        blocks,
+        tokens,
+        top_k,
+        form.hidden,
+        DTYPE_CODES[form.dtype],
+        address(sent.place_TK),
+        address(weights_TK),
+        address(y_TD),
+        address(sent.buffers.results_W5),
     )
     return y_TD
 

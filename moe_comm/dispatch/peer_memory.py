@@ -24,7 +24,7 @@ from moe_comm.dispatch.peers import Peers
 from moe_comm.errors import ConfigError, HeapError, MoeCommError, PeerDied, PeerError, PeerTimeout
 from moe_comm.gpu.blocks import Blocks, alone, mapped, symmetric
 from moe_comm.gpu.launch import Launcher
-from moe_comm.gpu.turns import (
+from moe_comm.gpu.protocol import (
     ABORTED,
     ARRIVED,
     BAD_IDS_WORD,
@@ -35,9 +35,9 @@ from moe_comm.gpu.turns import (
     TOLD,
     Report,
     Shape,
-    Turns,
     blocks_bytes,
 )
+from moe_comm.gpu.turns import Turns
 from moe_comm.runtime.leaving import at_leave
 from moe_comm.runtime.shared import host_word
 
@@ -127,14 +127,14 @@ class PeerMemory:
         self._timeout_s = timeout_s
         if self._watch is not None:
             self._watch.on = True
-        self.turns.in_order()
+        self.turns.begin(timeout_s)
 
     def end(self) -> None:
         """After the last kernel of an operation is queued, or after an error."""
         if self._watch is not None and self.on_host:
             self._watch.on = False
 
-    def check(self, timeout_ns: int, header: Header, ids_TK: Tensor | None = None) -> None:
+    def check(self, header: Header, ids_TK: Tensor | None = None) -> None:
         """Wait for the last meeting and raise what it, or a kernel after it, found wrong.
 
         Args:
@@ -145,11 +145,12 @@ class PeerMemory:
             PeerDied, PeerTimeout: nothing works any more.
         """
         try:
-            self.turns.wait(timeout_ns)
+            failed = self.turns.wait()
         except PeerTimeout as error:
             self.failed = error
             raise
-        self.look(header, ids_TK)
+        if failed:
+            self.look(header, ids_TK)
 
     def look(self, header: Header, ids_TK: Tensor | None = None) -> None:
         """Raise what has gone wrong by now, as ``check`` does."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -21,7 +21,8 @@ from moe_comm.dispatch.payload import Payload, scaled
 from moe_comm.errors import HeapError
 from moe_comm.gpu.blocks import ALIGN, up
 from moe_comm.gpu.heap import Heap
-from moe_comm.gpu.turns import BLOCK_SCALES, NOWHERE, ROW_SCALES, SAME, Met, Offer, Slots, Turns, address
+from moe_comm.gpu.protocol import BLOCK_SCALES, NOT_RELAYED, ROW_SCALES, SAME, Links, Offer, address
+from moe_comm.gpu.turns import Turns
 from moe_comm.runtime.shared import DTYPE_CODES
 
 
@@ -34,21 +35,36 @@ class Form:
     payload: Payload
     relay: bool
 
-    @property
+    @cached_property
     def packing(self) -> int:
         """How the kernel packs them, if it does; see Format in csrc/cuda/args.h."""
         if self.payload.format != "fp8" or self.payload.scales == "group" or not self.hidden:
             return SAME
         return ROW_SCALES if self.payload.scales == "token" else BLOCK_SCALES
 
-    @property
+    @cached_property
+    def words(self) -> tuple[int, int]:
+        """As ``Turns.move`` takes them."""
+        return self.packing, int(self.payload.power_of_two)
+
+    @cached_property
+    def rounds(self) -> bool:
+        """Whether rows become others by the payload."""
+        return self.payload.narrows(self.dtype)
+
+    @cached_property
     def row_bytes(self) -> int:
         return self.hidden * self.dtype.itemsize if self.packing == SAME else up(self.hidden, 16)
 
-    @property
+    @cached_property
     def scales(self) -> int:
         """Of a row."""
         return 0 if self.packing == SAME else self.payload.num_scales(self.hidden)
+
+    @cached_property
+    def bare(self) -> bool:
+        """Whether rows stand alone, without scales and links."""
+        return self.packing == SAME and not self.relay
 
     def parts(self, num_rows: int) -> tuple[int, int, int]:
         """Bytes of the rows, their scales and their links."""
@@ -56,6 +72,8 @@ class Form:
 
     def place_bytes(self, num_rows: int) -> int:
         """What the heap gives for them."""
+        if self.bare:
+            return up(num_rows * self.row_bytes) or ALIGN
         return max(ALIGN, sum(map(up, self.parts(num_rows))))
 
     def allocate(self, heap: Heap, num_rows: int) -> Arriving:
@@ -64,22 +82,21 @@ class Form:
         Raises:
             HeapError: no room.
         """
-        rows, scales, links = self.parts(num_rows)
-        whole = heap.allocate(self.place_bytes(num_rows))
-        offset, first, second = heap.offset(whole), up(rows), up(rows) + up(scales)
-        rows_RX = whole[:rows].view(self.dtype if self.packing == SAME else torch.uint8)
-        scale_RS = whole[first : first + scales].view(torch.float32).view(num_rows, self.scales)
-        link_R = whole[second : second + links].view(torch.int64)
-        return Arriving(
-            self,
-            rows_RX.view(num_rows, self.row_bytes // rows_RX.element_size()),
-            None if self.packing == SAME else scale_RS,
-            link_R if self.relay else None,
-            Offer(offset, 0, offset + first if scales else 0, offset + second if links else 0),
-        )
+        found = heap.place(self.place_bytes(num_rows))
+        if self.bare:
+            return Arriving(self, found.matrix(0, num_rows, self.hidden, self.dtype), None, None, Offer(found.first))
+        rows, scales, _ = self.parts(num_rows)
+        first, second = up(rows), up(rows) + up(scales)
+        dtype = self.dtype if self.packing == SAME else torch.uint8
+        rows_RX = found.matrix(0, num_rows, self.row_bytes // dtype.itemsize, dtype)
+        scale_RS = found.matrix(first, num_rows, self.scales, torch.float32) if self.packing != SAME else None
+        link_R = found.matrix(second, num_rows, 1, torch.int64).view(-1) if self.relay else None
+        scales_at = found.first + first if scale_RS is not None and scale_RS.numel() else 0
+        links_at = found.first + second if link_R is not None and len(link_R) else 0
+        return Arriving(self, rows_RX, scale_RS, link_R, Offer(found.first, 0, scales_at, links_at))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Arriving:
     """A place for rows: rows_RX as they travel, scale_RS and link_R where there are any, and what peers are told."""
 
@@ -95,6 +112,13 @@ class Arriving:
             return self.rows_RX
         return scaled(self.rows_RX[:, : self.form.hidden], self.scale_RS, self.form.payload, self.form.dtype)
 
+    def links(self, blocks: int) -> Links:
+        """What ``fan_out`` on ``blocks`` blocks does here."""
+        if self.link_R is None:
+            return NOT_RELAYED
+        rows_at, scales_at, links_at = map(address, (self.rows_RX, self.scale_RS, self.link_R))
+        return Links(rows_at, scales_at, links_at, len(self.link_R), blocks)
+
 
 def readable(heap: Heap, rows_RD: Tensor | None) -> Tensor | None:
     """``rows_RD`` where peers can read them: as they are, or copied.
@@ -107,27 +131,24 @@ def readable(heap: Heap, rows_RD: Tensor | None) -> Tensor | None:
     return heap.rows(rows_RD.shape[0], rows_RD.shape[1], rows_RD.dtype).copy_(rows_RD)
 
 
-def place(heap: Heap, rows_RD: Tensor | None, problem: HeapError | None) -> int:
+def place(heap: Heap, rows_RD: Tensor | None) -> int:
     """What an offer says of ``rows_RD``."""
-    if problem is not None:
-        return NOWHERE
     return heap.offset(rows_RD) if rows_RD is not None and rows_RD.numel() else 0
 
 
-def check_room(
-    form: Form, rows_E: Sequence[int], offsets: Sequence[int], rooms_W: Sequence[int], header: Header
-) -> None:
+def check_room(form: Form, rows_W: Sequence[int], rooms_W: Sequence[int], header: Header) -> None:
     """Raise alike on every rank unless all have room for what comes to them.
 
     Args:
-        rows_E: of all ranks, for every expert.
+        rows_W: for every rank.
         rooms_W: bytes of the largest free place of every rank's heap.
 
     Raises:
         HeapError: a rank has not.
     """
-    for rank, (lo, hi) in enumerate(pairwise(offsets)):
-        rows = sum(rows_E[lo:hi])
+    if form.place_bytes(max(rows_W)) <= min(rooms_W):
+        return
+    for rank, rows in enumerate(rows_W):
         if (needed := form.place_bytes(rows)) > rooms_W[rank]:
             raise HeapError(
                 f"rank {rank} has no room in its heap for {rows} rows in {describe(header)}: they need {needed} bytes "
@@ -136,41 +157,8 @@ def check_room(
             )
 
 
-def move_rows(
-    turns: Turns, x_TD: Tensor, slots: Slots, met: Met, arriving: Arriving, blocks: int, timeout_ns: int
-) -> tuple[Tensor, Tensor]:
+def move_rows(turns: Turns, x_TD: Tensor, ids_TK: Tensor, arriving: Arriving, blocks: int) -> tuple[Tensor, Tensor]:
     """Queue what moves rows; the rows of this rank's experts, and the place of each slot."""
-    form = arriving.form
-    place_TK = torch.empty(slots.ids_TK.shape, dtype=torch.int64, device=x_TD.device)
-    rows = {"hidden": x_TD.shape[1], "dtype": DTYPE_CODES[x_TD.dtype]}
-    turns.launch(
-        "push",
-        slots.chunks,
-        timeout_ns,
-        **slots.words,
-        **rows,
-        x_at=address(x_TD),
-        stride=x_TD.stride(0) * x_TD.element_size(),
-        offers_at=address(met.offers_W5),
-        all_counts_at=address(met.counts_WE),
-        place_at=address(place_TK),
-        left_at=address(turns.left_E),
-        format=form.packing,
-        power_of_two=int(form.payload.power_of_two),
-        relay=int(form.relay),
-    )
-    turns.launch("arrive", 1, timeout_ns, all_counts_at=address(met.counts_WE))
-    if arriving.link_R is not None and len(arriving.link_R):
-        turns.launch(
-            "fan_out",
-            min(blocks, len(arriving.link_R)),
-            timeout_ns,
-            **rows,
-            rows_at=address(arriving.rows_RX),
-            scales_at=address(arriving.scale_RS),
-            links_at=address(arriving.link_R),
-            rows=len(arriving.link_R),
-            summary_at=address(met.summary),
-            format=form.packing,
-        )
+    place_TK = torch.empty_like(ids_TK)
+    turns.move(x_TD, place_TK, DTYPE_CODES[x_TD.dtype], arriving.form.words, arriving.links(blocks))
     return arriving.rows(), place_TK

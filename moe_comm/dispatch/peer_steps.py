@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from moe_comm.dispatch.base import Dispatcher, DispatchOptions, Layout
 from moe_comm.dispatch.channel import Channel
 from moe_comm.dispatch.group_scales import rounded_in_groups
 from moe_comm.dispatch.handshake import digest, meet, settings_of
-from moe_comm.dispatch.header import Header
+from moe_comm.dispatch.header import Header, fault_word
 from moe_comm.dispatch.payload import rounded
 from moe_comm.dispatch.peer_access import launcher_for
 from moe_comm.dispatch.peer_memory import PeerMemory, peer_memory
@@ -26,14 +26,14 @@ from moe_comm.gpu.blocks import Blocks
 from moe_comm.gpu.heap import capturing
 from moe_comm.gpu.launch import Launcher
 from moe_comm.gpu.limits import check_shared
-from moe_comm.gpu.turns import HEADER_WORDS, SAME, Met, Offer, Shape, Slots, Turns, address
-from moe_comm.runtime.shared import DTYPE_CODES
+from moe_comm.gpu.protocol import HEADER_WORDS, NOTHING, NOWHERE, SAME, Offer, Shape
+from moe_comm.gpu.turns import Turns
+from moe_comm.runtime.shared import DTYPE_CODES, native
 from moe_comm.topology import ExpertPlacement
 
 ROOM_WORD = HEADER_WORDS - 1
 """Of a dispatch's header: bytes of the largest place in this rank's heap. The text of the label ends before it."""
 BLOCKS_ON_HOST = 4
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +96,8 @@ class PeerSteps(Dispatcher):
             else PeerMemory(None, Turns(Shape(rank, placement.offsets), blocks, launcher))
         )
         self._blocks = self.own.num_blocks or _blocks(self.device)
-        self._timeout_ns = int(self.options.timeout_s * 1e9)
+        self._pack_header: Callable[..., bytes] = native().pack_header
+        self._forms: dict[tuple[int, torch.dtype, str], Form] = {}
         self._lane = Lane(self.device, self.memory.turns.heap, self.own.own_stream)
 
     def empty_rows(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -126,41 +127,38 @@ class PeerSteps(Dispatcher):
         if header.fault is not None:
             self._refuse(header)
         self._not_captured("dispatch", "use dispatch_fixed")
-        turns = self.memory.turns
-        x_TD, ids_TK = dense(self._rounded(x_TD, header.op, sends=True)), ids_TK.to(torch.int64).contiguous()
+        turns, form = self.memory.turns, self._form(x_TD, header.op)
+        x_TD, ids_TK = dense(self._rounded(x_TD, form, sends=True)), ids_TK.to(torch.int64).contiguous()
         with self._running(header, x_TD, ids_TK):
-            slots = Slots.of(ids_TK, self.num_experts, self._blocks)
-            said = header.pack()
-            words = said.copy()
-            words[ROOM_WORD] = turns.heap.room()
-            turns.count(slots, self._timeout_ns)
-            counted = turns.meet(words, Offer(), self._timeout_ns, slots)
-            self.memory.check(self._timeout_ns, header, ids_TK)
-            rows_E, dropped = turns.rows_per_expert(), turns.report.dropped
-            form = self._form(x_TD, header.op)
-            check_room(form, rows_E, self.placement.offsets, turns.said(ROOM_WORD), header)
-            own_L = rows_E[turns.shape.own_experts]
-            arriving = form.allocate(turns.heap, sum(own_L))
-            offered = turns.meet(said, arriving.offer, self._timeout_ns)
-            met = Met(offered.offers_W5, counted.counts_WE, counted.summary)
-            rows_RD, place_TK = move_rows(turns, x_TD, slots, met, arriving, self._blocks, self._timeout_ns)
+            said = self.packed(header)
+            turns.count_and_meet(with_room(said, turns.heap.room()), ids_TK, self._blocks, NOTHING)
+            self.memory.check(header, ids_TK)
+            counted = turns.counted(ROOM_WORD)
+            check_room(form, counted.rows_W, counted.said_W, header)
+            arriving = form.allocate(turns.heap, counted.rows_W[self.rank])
+            turns.meet(said, arriving.offer)
+            rows_RD, place_TK = move_rows(turns, x_TD, ids_TK, arriving, self._blocks)
             self._settle(header)
             self._lane.hand_over(rows_RD, place_TK)
-        return rows_RD, self._layout(x_TD, ids_TK, rows_RD, place_TK, header, tuple(own_L), dropped)
+        return rows_RD, self._layout(x_TD, ids_TK, rows_RD, place_TK, header, tuple(counted.own_L), counted.dropped)
 
     def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, layout: Layout, header: Header) -> Tensor:
-        heap, rows_RD = self.memory.turns.heap, self._rounded(rows_RD, header.op)
+        heap, rows_RD = self.memory.turns.heap, self._rounded(rows_RD, self._form(rows_RD, header.op))
         weights_TK = None if weights_TK is None else weights_TK.contiguous()
         with self._running(header, rows_RD, weights_TK):
-            read_RD, problem = self._tried(lambda: readable(heap, rows_RD))
-            met = self._meet(header, Offer(place(heap, read_RD, problem)), problem)
+            try:
+                read_RD = readable(heap, rows_RD)
+            except HeapError as problem:
+                self._give_up(header, problem)
             y_TD = torch.empty(layout.num_tokens, layout.hidden, dtype=layout.dtype, device=rows_RD.device)
-            self._launch_by_token(
-                "sum",
-                layout,
-                met,
-                weights_at=address(weights_TK),
-                y_at=address(y_TD),
+            self.memory.turns.sum(
+                self.packed(header),
+                Offer(place(heap, read_RD)),
+                layout.state.place_TK,
+                weights_TK,
+                y_TD,
+                DTYPE_CODES[layout.dtype],
+                self._blocks,
             )
             self._settle(header)
             self._lane.hand_over(y_TD)
@@ -169,40 +167,42 @@ class PeerSteps(Dispatcher):
     def _spread(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, layout: Layout, header: Header
     ) -> tuple[Tensor, Tensor | None]:
-        grad_TD, weights_TK = dense(self._rounded(grad_TD, header.op)), weights_TK.contiguous()
-        heap = self.memory.turns.heap
+        grad_TD = dense(self._rounded(grad_TD, self._form(grad_TD, header.op)))
+        weights_TK, heap = weights_TK.contiguous(), self.memory.turns.heap
         with self._running(header, grad_TD, rows_RD, weights_TK):
-            read_RD, problem = self._tried(lambda: readable(heap, rows_RD))
-            grad_RD, no_grad = self._tried(lambda: heap.rows(layout.num_rows, layout.hidden, layout.dtype))
-            offer = Offer(place(heap, read_RD, problem), place(heap, grad_RD, no_grad))
-            met = self._meet(header, offer, problem or no_grad)
-            shape = layout.num_tokens, layout.top_k
-            dots_TK = None if rows_RD is None else torch.empty(shape, dtype=torch.float32, device=grad_TD.device)
-            self._launch_by_token(
-                "spread",
-                layout,
-                met,
-                weights_at=address(weights_TK),
-                grad_at=address(grad_TD),
-                stride=grad_TD.stride(0) * grad_TD.element_size(),
-                dots_at=address(dots_TK),
+            try:
+                read_RD = readable(heap, rows_RD)
+                grad_RD = heap.rows(layout.num_rows, layout.hidden, layout.dtype)
+            except HeapError as problem:
+                self._give_up(header, problem)
+            dots_TK = None
+            if rows_RD is not None:
+                dots_TK = torch.empty(layout.num_tokens, layout.top_k, dtype=torch.float32, device=grad_TD.device)
+            self.memory.turns.spread(
+                self.packed(header),
+                Offer(place(heap, read_RD), place(heap, grad_RD)),
+                layout.state.place_TK,
+                weights_TK,
+                grad_TD,
+                dots_TK,
+                DTYPE_CODES[layout.dtype],
+                self._blocks,
             )
             self._settle(header)
-            assert grad_RD is not None  # or there was an error
             self._lane.hand_over(grad_RD, dots_TK)
         return grad_RD, dots_TK
 
     # --- what they are made of ---
 
-    @contextmanager
-    def _running(self, header: Header, *used: Tensor | None) -> Iterator[None]:
-        """An operation, on the stream where it runs."""
-        with self._lane.entered(*used):
-            self.memory.begin(header, self.options.timeout_s)
-            try:
-                yield
-            finally:
-                self.memory.end()
+    def packed(self, header: Header) -> bytes:
+        """``header.pack()``, by native code."""
+        fault = header.fault
+        said = header.compared(), header.label, fault_word(fault), "" if fault is None else str(fault)
+        return self._pack_header(*said)
+
+    def _running(self, header: Header, *used: Tensor | None) -> Running:
+        """Around an operation: on the stream where it runs, which is the one that is current inside."""
+        return Running(self, header, used)
 
     def _not_captured(self, what: str, instead: str) -> None:
         """Before a turn in which the host waits for kernels: those of a CUDA graph do not run while it is made.
@@ -218,49 +218,22 @@ class PeerSteps(Dispatcher):
         if header.fault is not None and capturing(self.device):
             raise header.fault
         with self._running(header):
-            self._meet(header, Offer())
-            self.memory.check(self._timeout_ns, header)
+            self.memory.turns.meet(self.packed(header), NOTHING)
+            self.memory.check(header)
         raise header.fault or AssertionError("nothing to refuse")
 
-    def _meet(self, header: Header, offer: Offer, problem: HeapError | None = None) -> Met:
-        """Begin the turn of an operation without counts, or raise this rank's problem: the others learn of it."""
-        if problem is not None and capturing(self.device):
+    def _give_up(self, header: Header, problem: HeapError) -> NoReturn:
+        """Begin the turn only to tell the others of this rank's problem."""
+        if capturing(self.device):
             raise problem  # what the others would say comes when the graph runs, and this one never will
-        met = self.memory.turns.meet(header.pack(), offer, self._timeout_ns)
-        if problem is not None:
-            self.memory.check(self._timeout_ns, header)
-            raise problem
-        if self.memory.on_host:
-            self.memory.check(self._timeout_ns, header)
-        return met
+        self.memory.turns.meet(self.packed(header), Offer(NOWHERE))
+        self.memory.check(header)
+        raise problem
 
     def _settle(self, header: Header) -> None:
         """Raise what went wrong, as far as it is to be waited for."""
         if self.memory.on_host or (self.options.checked and not capturing(self.device)):
-            self.memory.check(self._timeout_ns, header)
-
-    def _tried(self, allocate: Callable[[], T]) -> tuple[T | None, HeapError | None]:
-        try:
-            return allocate(), None
-        except HeapError as problem:
-            return None, problem
-
-    def _launch_by_token(self, kernel: str, layout: Layout, met: Met, **words: int) -> None:
-        """Queue ``sum`` or ``spread``, and the end of the turn."""
-        places: Places = layout.state
-        self.memory.turns.launch(
-            kernel,
-            min(self._blocks, layout.num_tokens),
-            self._timeout_ns,
-            hidden=layout.hidden,
-            dtype=DTYPE_CODES[layout.dtype],
-            tokens=layout.num_tokens,
-            top_k=layout.top_k,
-            place_at=address(places.place_TK),
-            offers_at=address(met.offers_W5),
-            **words,
-        )
-        self.memory.turns.done(self._timeout_ns)
+            self.memory.check(header)
 
     def _layout(
         self,
@@ -286,15 +259,43 @@ class PeerSteps(Dispatcher):
             call=header.seq,
         )
 
-    def _rounded(self, rows_RD: Tensor, op: str, sends: bool = False) -> Tensor:
+    def _rounded(self, rows_RD: Tensor, form: Form, sends: bool = False) -> Tensor:
         """Rows as their payload would have them; ``sends``: the kernel itself packs some."""
-        payload = self.options.payloads.of(op)
-        if payload.scales == "group":
-            return rounded_in_groups(rows_RD, payload)
-        return rows_RD if sends and self._form(rows_RD, op).packing != SAME else rounded(rows_RD, payload)
+        if not form.rounds or (sends and form.packing != SAME):
+            return rows_RD
+        if form.payload.scales == "group":
+            return rounded_in_groups(rows_RD, form.payload)
+        return rounded(rows_RD, form.payload)
 
     def _form(self, x_TD: Tensor, op: str) -> Form:
-        return Form(x_TD.shape[1], x_TD.dtype, self.options.payloads.of(op), self.own.relay)
+        key = x_TD.shape[1], x_TD.dtype, op
+        form = self._forms.get(key)
+        if form is None:
+            form = Form(x_TD.shape[1], x_TD.dtype, self.options.payloads.of(op), self.own.relay)
+            self._forms[key] = form
+        return form
+
+
+class Running:
+    """An operation of ``steps``, from before its first kernel until all are queued."""
+
+    __slots__ = ("_header", "_steps", "_used")
+
+    def __init__(self, steps: PeerSteps, header: Header, used: tuple[Tensor | None, ...]) -> None:
+        self._steps, self._header, self._used = steps, header, used
+
+    def __enter__(self) -> None:
+        steps = self._steps
+        steps._lane.enter(self._used)
+        try:
+            steps.memory.begin(self._header, steps.options.timeout_s)
+        except BaseException:
+            steps._lane.leave(failed=True)
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._steps.memory.end()
+        self._steps._lane.leave(failed=kind is not None)
 
 
 def _indexed(device: torch.device) -> torch.device:
@@ -310,3 +311,8 @@ def _blocks(device: torch.device) -> int:
 def dense(x: Tensor) -> Tensor:
     """``x`` with unit stride along its rows' elements; rows themselves may be any distance apart."""
     return x if x.stride(1) == 1 and x.stride(0) >= 0 else x.contiguous()
+
+
+def with_room(header: bytes, room: int) -> bytes:
+    """A dispatch's header that tells of this rank's room."""
+    return header[: ROOM_WORD * 8] + room.to_bytes(8, sys.byteorder)

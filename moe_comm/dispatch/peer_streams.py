@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
@@ -27,23 +24,25 @@ class Lane:
         self._stream = torch.cuda.Stream(device) if own and device.type == "cuda" else None
         self._caller: torch.cuda.Stream | None = None
 
-    @contextmanager
-    def entered(self, *used: Tensor | None) -> Iterator[None]:
-        """Behind what the caller has queued so far; ``used`` lives until the operation is over."""
+    def enter(self, used: tuple[Tensor | None, ...]) -> None:
+        """Go on behind what the caller has queued so far; ``used`` lives until the operation is over."""
         if self._stream is None:
-            yield
             return
         self._caller = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(self._caller)
         self._keep(self._stream, *used)
-        try:
-            with torch.cuda.stream(self._stream):
-                yield
-                self.event = torch.cuda.Event()
-                self.event.record(self._stream)
-        finally:
-            if self.join:
-                self._caller.wait_stream(self._stream)
+        torch.cuda.set_stream(self._stream)
+
+    def leave(self, failed: bool) -> None:
+        """Back to the caller's stream."""
+        if self._stream is None or self._caller is None:
+            return
+        if not failed:
+            self.event = torch.cuda.Event()
+            self.event.record(self._stream)
+        torch.cuda.set_stream(self._caller)
+        if self.join:
+            self._caller.wait_stream(self._stream)
 
     def hand_over(self, *made: Tensor | None) -> None:
         """Inside ``entered``: the caller's stream will use what was made here."""

@@ -31,7 +31,7 @@ from moe_comm.dispatch.peer_steps import PeerSteps, dense
 from moe_comm.dispatch.peer_streams import record_stream
 from moe_comm.errors import ConfigError, HeapError, InputError
 from moe_comm.gpu.heap import capturing
-from moe_comm.gpu.turns import NOWHERE, Offer, Slots
+from moe_comm.gpu.protocol import NOWHERE, Offer
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ class PeerToPeerDispatcher(PeerSteps):
     """GPUs of one host that reach each other's memory. Construction is collective over ``group``; see ``PeerSteps``."""
 
     @cached_property
-    def _few(self) -> dict[tuple[Form, int], Buffers]:
+    def _few(self) -> dict[tuple[int, torch.dtype, int], Buffers]:
         """Made on first use."""
         return {}
 
@@ -97,11 +97,12 @@ class PeerToPeerDispatcher(PeerSteps):
         header = self.dispatch_header(x_TD, ids_TK, label)
         if header.fault is not None:
             raise header.fault
-        x_TD = dense(self._rounded(x_TD.detach(), header.op, sends=True))
+        form = self._form(x_TD, header.op)
+        x_TD = dense(self._rounded(x_TD.detach(), form, sends=True))
         ids_TK = ids_TK.to(torch.int64).contiguous()
         with self._running(header, x_TD, ids_TK):
-            buffers = self._few_buffers(x_TD, max_tokens, header)
-            sent = send_few(self.memory, buffers, x_TD, ids_TK, header, self._timeout_ns)
+            buffers = self._few_buffers(form, max_tokens, header)
+            sent = send_few(self.memory, buffers, x_TD, ids_TK, header, self.options.timeout_s)
             self.memory.pending = describe(header)
             self._lane.hand_over(sent.place_TK)
         return sent
@@ -132,15 +133,16 @@ class PeerToPeerDispatcher(PeerSteps):
             self._lane.hand_over(y_TD)
         return y_TD
 
-    def _few_buffers(self, x_TD: Tensor, max_tokens: int, header: Header) -> Buffers:
-        form = replace(self._form(x_TD, header.op), relay=False)
-        if (form, max_tokens) not in self._few:
+    def _few_buffers(self, form: Form, max_tokens: int, header: Header) -> Buffers:
+        buffers = self._few.get((form.hidden, form.dtype, max_tokens))
+        if buffers is None:
             self._not_captured(
                 f"the first low_latency_dispatch of {max_tokens} tokens", "call it and its combine once before"
             )
             header = replace(header, label=f"low latency, {max_tokens} tokens")
-            self._few[form, max_tokens] = make_buffers(self.memory, form, max_tokens, header, self._timeout_ns)
-        return self._few[form, max_tokens]
+            buffers = make_buffers(self.memory, replace(form, relay=False), max_tokens, header)
+            self._few[form.hidden, form.dtype, max_tokens] = buffers
+        return buffers
 
     def check(self) -> None:
         """Wait for what is queued and raise what went wrong in it.
@@ -166,25 +168,21 @@ class PeerToPeerDispatcher(PeerSteps):
         """``_send`` to a block of fixed size; appends where experts end."""
         if header.fault is not None:
             self._refuse(header)
-        turns, room = self.memory.turns, self.own.capacity_rows or 0
-        x_TD, ids_TK = dense(self._rounded(x_TD, header.op, sends=True)), ids_TK.to(torch.int64).contiguous()
+        turns, room, form = self.memory.turns, self.own.capacity_rows or 0, self._form(x_TD, header.op)
+        x_TD, ids_TK = dense(self._rounded(x_TD, form, sends=True)), ids_TK.to(torch.int64).contiguous()
         with self._running(header, x_TD, ids_TK):
-            slots = Slots.of(ids_TK, self.num_experts, self._blocks)
-            turns.count(slots, self._timeout_ns)
             try:
-                arriving = self._form(x_TD, header.op).allocate(turns.heap, room)
+                arriving = form.allocate(turns.heap, room)
             except HeapError as problem:
                 if capturing(self.device):
                     raise  # waiting for what the others say would be for ever
-                turns.meet(header.pack(), Offer(NOWHERE), self._timeout_ns, slots)
-                self.memory.check(self._timeout_ns, header, ids_TK)
+                turns.count_and_meet(self.packed(header), ids_TK, self._blocks, Offer(NOWHERE))
+                self.memory.check(header, ids_TK)
                 raise problem
-            met = turns.meet(header.pack(), arriving.offer._replace(room=room), self._timeout_ns, slots)
+            turns.count_and_meet(self.packed(header), ids_TK, self._blocks, arriving.offer._replace(room=room))
+            rows_RD, place_TK = move_rows(turns, x_TD, ids_TK, arriving, self._blocks)
+            ends.append(turns.scratch.summary[1 : len(self.local_experts) + 1].to(torch.int32))
             if self.memory.on_host:
-                self.memory.check(self._timeout_ns, header, ids_TK)
-            rows_RD, place_TK = move_rows(turns, x_TD, slots, met, arriving, self._blocks, self._timeout_ns)
-            ends.append(met.summary[1 : len(self.local_experts) + 1].to(torch.int32))
-            if self.memory.on_host:
-                self.memory.check(self._timeout_ns, header)
+                self.memory.check(header, ids_TK)
             self._lane.hand_over(rows_RD, place_TK, ends[-1])
         return rows_RD, self._layout(x_TD, ids_TK, rows_RD, place_TK, header)

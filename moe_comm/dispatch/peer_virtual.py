@@ -21,7 +21,7 @@ from moe_comm.dispatch.peer_access import launcher_for
 from moe_comm.dispatch.peer_memory import HEAP_BYTES
 from moe_comm.dispatch.peer_to_peer import PeerToPeerDispatcher
 from moe_comm.gpu.blocks import together
-from moe_comm.gpu.turns import Shape, blocks_bytes
+from moe_comm.gpu.protocol import Shape, blocks_bytes
 from moe_comm.topology import ExpertPlacement
 
 T = TypeVar("T")

@@ -1,7 +1,8 @@
 """Kernels that NVRTC compiled, loaded and launched by the CUDA driver.
 
-The driver is called through ctypes: its library comes with the GPU, so no package is needed for it. Launches queue on
-the stream that they are given and return.
+The driver's library comes with the GPU, so no package is needed for it: ctypes finds its functions and calls those that
+load; the native core calls by their addresses those that launch. Launches queue on the stream that they are given and
+return.
 """
 
 from __future__ import annotations
@@ -15,16 +16,21 @@ import torch
 
 from moe_comm.errors import KernelError
 from moe_comm.gpu import nvrtc
-from moe_comm.gpu.launch import NEEDED, Fields, Packer, Words, kernel_fields, needed_shared_bytes
+from moe_comm.gpu.launch import Packer, Words, driver_starter, kernel_fields
 
 LIBRARY = "libcuda.so.1"
-PLAIN_SHARED_BYTES = 48 * 1024
-"""Dynamic shared memory that a block gets unasked."""
-_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+LAUNCHING = (
+    "cuLaunchKernel",
+    "cuFuncSetAttribute",
+    "cuCtxGetCurrent",
+    "cuCtxSetCurrent",
+    "cuGetErrorName",
+    "cuGetErrorString",
+)
 
 
 class Driver:
-    """The calls that launching needs. Each raises KernelError with the driver's name and words for what is wrong.
+    """The calls that loading needs. Each raises KernelError with the driver's name and words for what is wrong.
 
     path: the library; another one in tests.
     """
@@ -42,8 +48,11 @@ class Driver:
         self.set_context = self._function("cuCtxSetCurrent", pointer)
         self.load = self._function("cuModuleLoadData", to(pointer), ctypes.c_char_p)
         self.get_function = self._function("cuModuleGetFunction", to(pointer), pointer, ctypes.c_char_p)
-        self.set_attribute = self._function("cuFuncSetAttribute", pointer, integer, integer)
-        self.launch = self._function("cuLaunchKernel", pointer, *[unsigned] * 7, pointer, pointer, pointer)
+
+    def addresses(self) -> dict[str, int]:
+        """Where the calls are that launching needs, by name."""
+        found = {name: ctypes.cast(getattr(self._library, name), ctypes.c_void_p).value for name in LAUNCHING}
+        return {name: at or 0 for name, at in found.items()}
 
     def _function(self, name: str, *arguments: Any) -> Callable[..., None]:
         function = getattr(self._library, name)
@@ -74,22 +83,16 @@ class NvrtcLauncher:
 
     Args:
         device: a CUDA device; its current one if it has no index.
-        code, fields, driver: what is loaded, the words that kernels take, the driver; others in tests.
+        code, driver: what is loaded, and by whom; others in tests.
 
     Raises:
         KernelError: NVRTC or the driver refuses.
         MissingDependency: no NVRTC, or no native core with the kernels.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        code: bytes | None = None,
-        fields: Fields | None = None,
-        driver: Driver | None = None,
-    ) -> None:
-        self._packer = Packer(fields if fields is not None else kernel_fields())
+    def __init__(self, device: torch.device, *, code: bytes | None = None, driver: Driver | None = None) -> None:
+        fields = kernel_fields()
+        self._packer = Packer(fields)
         index = device.index if device.index is not None else torch.cuda.current_device()
         if code is None:
             compiler = nvrtc.find()
@@ -99,17 +102,18 @@ class NvrtcLauncher:
         self._driver.init(0)
         self._context = ctypes.c_void_p()
         self._driver.retain_context(ctypes.byref(self._context), index)
-        self._functions: dict[str, ctypes.c_void_p] = {}
-        self._shared = dict.fromkeys(self._packer.fields, PLAIN_SHARED_BYTES)
+        functions: dict[str, int] = {}
         module, before = ctypes.c_void_p(), self._enter()
         try:
             self._driver.load(ctypes.byref(module), code)
             # All of them now: what is first used while a graph is captured could not be loaded then.
-            for kernel in self._packer.fields:
-                self._functions[kernel] = ctypes.c_void_p()
-                self._driver.get_function(ctypes.byref(self._functions[kernel]), module, f"p2p_{kernel}".encode())
+            for kernel in fields:
+                function = ctypes.c_void_p()
+                self._driver.get_function(ctypes.byref(function), module, f"p2p_{kernel}".encode())
+                functions[kernel] = function.value or 0
         finally:
             self._leave(before)
+        self.starter = driver_starter(self._driver.addresses(), self._context.value or 0, functions)
 
     def launch(self, kernel: str, grid: int, block: int, shared: int, stream: int, words: Words) -> None:
         """See ``Launcher``.
@@ -117,19 +121,7 @@ class NvrtcLauncher:
         Raises:
             KernelError: also if the driver refuses; what a kernel does wrong later shows in a later call.
         """
-        packed = self._packer.pack(kernel, words)
-        shared = needed_shared_bytes(kernel, block, packed) if shared == NEEDED else shared
-        before = self._enter()
-        try:
-            function = self._functions[kernel]
-            if shared > self._shared[kernel]:
-                self._driver.set_attribute(function, _MAX_DYNAMIC_SHARED, shared)
-                self._shared[kernel] = shared
-            arguments = (ctypes.c_void_p * 1)(ctypes.cast(ctypes.c_char_p(packed), ctypes.c_void_p))
-            if grid:
-                self._driver.launch(function, grid, 1, 1, block, 1, 1, shared, stream, arguments, None)
-        finally:
-            self._leave(before)
+        self.starter.start(kernel, grid, block, shared, stream, self._packer.pack(kernel, words))
 
     def _enter(self) -> int | None:
         """Makes this device's context current on this thread; returns the one that was, if it was another."""

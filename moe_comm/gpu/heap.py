@@ -17,19 +17,27 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from moe_comm.errors import HeapError
 from moe_comm.gpu.blocks import ALIGN, up
+from moe_comm.gpu.launch import matrix_of_memory
+
+_DLPACK = {
+    torch.float32: (2, 32),
+    torch.bfloat16: (4, 16),
+    torch.float16: (2, 16),
+    torch.float64: (2, 64),
+    torch.uint8: (1, 8),
+    torch.int64: (0, 64),
+}
+"""Kinds and bits of elements, by which DLPack names them."""
 
 
-@dataclass(frozen=True)
-class _Freed:
+class _Freed(NamedTuple):
     """Bytes of the block whose last tensor has died; events: on the other streams that used them."""
 
     first: int
@@ -38,33 +46,31 @@ class _Freed:
     events: tuple[torch.cuda.Event, ...] = ()
 
 
-@dataclass(eq=False)
-class _Place:
-    """Bytes of the block, as the owner of one storage: torch keeps it for as long as the storage lives."""
+class Place:
+    """Bytes of the block; torch keeps it for as long as a storage over it lives.
 
-    block: Tensor
-    first: int
-    size: int
-    dead: deque[_Freed]
-    streams: set[Any]
+    first: its offset in the block; size: in bytes.
+    """
+
+    __slots__ = ("_block", "_dead", "_streams", "first", "size")
+
+    def __init__(self, block: Tensor, first: int, size: int, dead: deque[_Freed], streams: set[Any]) -> None:
+        self.first, self.size = first, size
+        self._block, self._dead, self._streams = block, dead, streams
 
     def __del__(self) -> None:
         # On any thread, even in the middle of an allocation: only written down.
-        self.dead.append(_Freed(self.first, self.size, self.streams))
+        self._dead.append(_Freed(self.first, self.size, self._streams))
 
-    def tensor(self) -> Tensor:
-        """The one tensor over it."""
-        if self.block.device.type == "cuda":
-            return torch.as_tensor(self, device=self.block.device)
-        return torch.from_numpy(np.asarray(self))
-
-    def __getattr__(self, name: str) -> Any:
-        # Each library takes the first of the two that it finds.
-        kind = "__cuda_array_interface__" if self.block.device.type == "cuda" else "__array_interface__"
-        if name != kind:
-            raise AttributeError(name)
-        address = self.block.data_ptr() + self.first
-        return {"shape": (self.size,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None}
+    def matrix(self, offset: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """[rows, columns] dense, from ``offset`` bytes behind its start on; a storage of its own."""
+        device = self._block.device
+        if not rows or not columns:
+            return torch.empty(rows, columns, dtype=dtype, device=device)
+        on = (2, device.index) if device.type == "cuda" else (1, 0)
+        at = self._block.data_ptr() + self.first + offset
+        made: Tensor = torch.from_dlpack(matrix_of_memory(at, rows, columns, *_DLPACK[dtype], *on, self))
+        return made
 
 
 class Heap:
@@ -77,7 +83,7 @@ class Heap:
         self._base = block.data_ptr()
         self._free: list[tuple[int, int]] = [(self.first, self.end)]
         """(first, end) of what is free, in order, none touching another."""
-        self._graphs: list[Tensor] = []
+        self._graphs: list[Place] = []
         """What CUDA graphs use whenever they run; it does not come back."""
         self._dead: deque[_Freed] = deque()
         self._waiting: list[_Freed] = []
@@ -98,48 +104,48 @@ class Heap:
     @property
     def used(self) -> int:
         """Bytes that are not free, with those that still wait for a stream."""
-        self._collect(None)
+        self._collect(None, capturing(self.device))
         return self.size - sum(end - first for first, end in self._free)
 
     def room(self) -> int:
         """Bytes of the largest place that could be had now."""
-        self._collect(_stream(self.device))
-        return max((end - first for first, end in self._free), default=0)
+        self._collect(_stream(self.device), capturing(self.device))
+        return self._largest()
 
-    def allocate(self, num_bytes: int) -> Tensor:
-        """``num_bytes`` uninitialised bytes, at a multiple of 256.
+    def place(self, num_bytes: int) -> Place:
+        """``num_bytes`` uninitialised bytes, at a multiple of 256; they come back when nothing has the place any more.
 
         Raises:
             HeapError: no room. This rank's own error: peers must be told.
         """
         size = max(up(num_bytes), ALIGN)
-        stream = _stream(self.device)
-        self._collect(stream)
+        stream, in_graph = _stream(self.device), capturing(self.device)
+        self._collect(stream, in_graph)
         first = self._take(size)
         if first is None and self._waiting:
             for freed in self._waiting:
                 for event in freed.events:
                     event.synchronize()
-            self._collect(stream)
+            self._collect(stream, in_graph)
             first = self._take(size)
         if first is None:
             raise HeapError(
                 f"no room for {num_bytes} bytes in the heap of {self.size}: {self.used} are in use and the largest "
-                f"free place has {self.room()}. Raise PeerToPeerOptions.heap_bytes, alike on every rank"
+                f"free place has {self._largest()}. Raise PeerToPeerOptions.heap_bytes, alike on every rank"
             )
-        self._streams[first] = {stream}
-        whole = _Place(self._block, first, size, self._dead, self._streams[first]).tensor()
-        if capturing(self.device):
-            self._graphs.append(whole)
-        return whole[:num_bytes]
+        streams = self._streams[first] = {stream}
+        found = Place(self._block, first, size, self._dead, streams)
+        if in_graph:
+            self._graphs.append(found)
+        return found
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """``num_bytes`` uninitialised bytes; as ``place``."""
+        return self.place(num_bytes).matrix(0, 1, num_bytes, torch.uint8).view(-1)
 
     def rows(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        """[num_rows, width] uninitialised and dense.
-
-        Raises:
-            HeapError: no room.
-        """
-        return self.allocate(num_rows * width * dtype.itemsize).view(dtype).view(num_rows, width)
+        """[num_rows, width] uninitialised and dense; as ``place``."""
+        return self.place(num_rows * width * dtype.itemsize).matrix(0, num_rows, width, dtype)
 
     def owns(self, x: Tensor) -> bool:
         """Whether ``x`` has memory of this heap."""
@@ -164,23 +170,26 @@ class Heap:
                 return first
         return None
 
-    def _collect(self, stream: Any) -> None:
+    def _largest(self) -> int:
+        return max((end - first for first, end in self._free), default=0)
+
+    def _collect(self, stream: Any, in_graph: bool) -> None:
         """Take back what has died, as far as ``stream`` may have it at once or the streams of its use have passed.
 
-        stream: that may now have all that is free; None: as it is.
+        stream: that may now have all that is free; None: as it is. in_graph: whether it is captured.
         """
-        if stream is not None and stream != self._last and not capturing(self.device):
+        if stream is not None and stream != self._last and not in_graph:
             if self._last is not None:
                 stream.wait_stream(self._last)
             self._last = stream
         while self._dead:
             freed = self._dead.popleft()
             self._streams.pop(freed.first, None)
-            if (others := freed.streams - {stream}) and not capturing(self.device):
+            if (others := freed.streams - {stream}) and not in_graph:
                 self._waiting.append(_Freed(freed.first, freed.size, freed.streams, _events(others)))
             else:
                 self._give(freed)
-        if capturing(self.device):
+        if in_graph or not self._waiting:
             return
         waiting = []
         for freed in self._waiting:
@@ -206,8 +215,21 @@ def heap_bytes(rows: int, width: int, dtype: torch.dtype, blocks: int = 4) -> in
     return blocks * up(rows * width * dtype.itemsize)
 
 
+_known: dict[tuple[int, int], torch.cuda.Stream] = {}
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """Of a GPU with an index. ``torch.cuda.current_stream`` makes an object, which takes microseconds; this does once
+    for each stream."""
+    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
+    stream = _known.get(key)
+    if stream is None:
+        stream = _known[key] = torch.cuda.current_stream(device)
+    return stream
+
+
 def _stream(device: torch.device) -> Any:
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+    return current_stream(device) if device.type == "cuda" else None
 
 
 def capturing(device: torch.device) -> bool:

@@ -1,7 +1,8 @@
 """Launches of the kernels in csrc/cuda: on a GPU, on the CPU by the same source, or only written down.
 
 A kernel takes one struct of 8-byte words by value. What they are called is declared once, in csrc/cuda/args.h, and the
-native core tells it; callers give words by name, so that one left out or misspelt is an error before anything runs.
+native core tells it. A launcher starts single kernels, whose words are given by name, so that one left out or misspelt
+is an error before anything runs; whole operations start theirs in native code (``make_plan``).
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from types import ModuleType
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
 from moe_comm.errors import ConfigError, KernelError, MissingDependency
+
+if TYPE_CHECKING:
+    from moe_comm import _C
 
 Machine = Literal["cuda", "host"]
 
@@ -31,7 +35,7 @@ Fields = Mapping[str, Sequence[str]]
 
 
 class Launcher(Protocol):
-    """Runs kernels by name."""
+    """Runs kernels by name. One that has a ``starter`` of the native core starts operations' kernels without Python."""
 
     def launch(self, kernel: str, grid: int, block: int, shared: int, stream: int, words: Words) -> None:
         """Queue ``kernel`` on ``grid`` blocks of ``block`` threads and ``shared`` bytes of dynamic shared memory each.
@@ -89,7 +93,7 @@ def _core() -> ModuleType:
         raise MissingDependency(
             f"the native core moe_comm._C is not built ({error}); run `pip install -e .`"
         ) from error
-    if not hasattr(_C, "p2p_launch") or not hasattr(_C, "cuda_archs"):
+    if not hasattr(_C, "P2pPlan") or not hasattr(_C, "cuda_archs"):
         raise MissingDependency("this build of moe_comm._C has no peer-to-peer kernels; run `pip install -e .` again")
     return _C
 
@@ -110,6 +114,76 @@ def kernel_constants() -> dict[str, int]:
         MissingDependency: there is no native core.
     """
     return dict(_core().p2p_constants())
+
+
+def starter_of(launcher: Launcher) -> _C.P2pStarter:
+    """What native code starts kernels with: the launcher's own ``starter``, or else its ``launch``."""
+    own: _C.P2pStarter | None = getattr(launcher, "starter", None)
+    if own is not None:
+        return own
+    fields = kernel_fields()
+
+    def start(kernel: str, grid: int, block: int, shared: int, stream: int, packed: bytes) -> None:
+        launcher.launch(kernel, grid, block, shared, stream, unpack(fields[kernel], packed))
+
+    made: _C.P2pStarter = _core().P2pStarter.python(start)
+    return made
+
+
+def driver_starter(calls: Mapping[str, int], context: int, functions: Mapping[str, int]) -> _C.P2pStarter:
+    """A ``starter`` that calls the CUDA driver.
+
+    Args:
+        calls: addresses of the driver's functions by name. context: to launch in.
+        functions: of every kernel, as the driver has loaded them.
+    """
+    made: _C.P2pStarter = _core().P2pStarter.driver(calls, context, functions)
+    return made
+
+
+def make_plan(
+    starter: _C.P2pStarter,
+    group: tuple[int, ...],
+    offsets: tuple[int, ...],
+    headers_at: int,
+    all_headers_at: int,
+    host_counts_at: int,
+    left_at: int,
+) -> _C.P2pPlan:
+    """The native core's ``P2pPlan``: one rank's operations, each as the launches that it takes.
+
+    Args:
+        group: the words that all kernels begin with, but for the last, in order.
+        offsets: the first expert of each rank, then how many there are.
+        headers_at, all_headers_at, host_counts_at: in host memory; left_at: on the device; see csrc/cuda/plan.h.
+
+    Raises:
+        MissingDependency: there is no native core.
+    """
+    made: _C.P2pPlan = _core().P2pPlan(starter, group, offsets, headers_at, all_headers_at, host_counts_at, left_at)
+    return made
+
+
+def block_threads(kernel: str) -> int:
+    """Of each block of ``kernel`` in an operation."""
+    threads: int = _core().p2p_threads()[kernel]
+    return threads
+
+
+def matrix_of_memory(
+    at: int, rows: int, columns: int, code: int, bits: int, device_type: int, device: int, owner: object
+) -> Any:
+    """Memory as [rows, columns], for ``torch.from_dlpack``; ``owner`` lives as long as a tensor over it.
+
+    Args:
+        at: its address. code, bits: of the elements, device_type: as DLPack has them.
+    """
+    return _core().p2p_tensor(at, rows, columns, code, bits, device_type, device, owner)
+
+
+def unpack(names: Sequence[str], packed: bytes) -> dict[str, int]:
+    """A kernel's struct as words by name."""
+    return dict(zip(names, struct.unpack(f"={len(names)}q", packed), strict=True))
 
 
 def needed_shared_bytes(kernel: str, block: int, packed: bytes) -> int:
@@ -170,22 +244,20 @@ class NativeLauncher:
     device: that streams and addresses belong to; without an index, the one that is current when this is made.
 
     Raises:
-        MissingDependency: there is no native core.
+        MissingDependency: there is no native core. KernelError: it has no CUDA kernels.
     """
 
     def __init__(self, machine: Machine, device: torch.device | None = None) -> None:
-        self._core = _core()
-        self._machine = machine
-        self._device = -1
-        if machine == "cuda":
-            index = None if device is None else device.index
-            self._device = torch.cuda.current_device() if index is None else index
+        starters = _core().P2pStarter
         self._packer = Packer(kernel_fields())
+        index = None if device is None else device.index
+        if machine == "cuda" and index is None:
+            index = torch.cuda.current_device()
+        self.starter: _C.P2pStarter = starters.host() if machine == "host" else starters.cuda(index)
 
     def launch(self, kernel: str, grid: int, block: int, shared: int, stream: int, words: Words) -> None:
         """See ``Launcher``; on the host it returns when the kernel is over."""
-        packed = self._packer.pack(kernel, words)
-        self._core.p2p_launch(self._machine, kernel, grid, block, shared, stream, packed, self._device)
+        self.starter.start(kernel, grid, block, shared, stream, self._packer.pack(kernel, words))
 
 
 @dataclass(frozen=True)
@@ -214,9 +286,7 @@ class RecordingLauncher:
     def launch(self, kernel: str, grid: int, block: int, shared: int, stream: int, words: Words) -> None:
         """See ``Launcher``."""
         packed = Packer(self.fields).pack(kernel, words)
-        names = self.fields[kernel]
-        decoded = dict(zip(names, struct.unpack(f"={len(names)}q", packed), strict=True))
-        launch = Launch(kernel, grid, block, shared, stream, decoded)
+        launch = Launch(kernel, grid, block, shared, stream, unpack(self.fields[kernel], packed))
         self.launches.append(launch)
         if self.act is not None:
             self.act(launch)

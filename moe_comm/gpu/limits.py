@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from moe_comm.errors import ConfigError
-from moe_comm.gpu.launch import Packer, kernel_fields, needed_shared_bytes
-from moe_comm.gpu.turns import MOST_THREADS, THREADS
+from moe_comm.gpu.launch import Packer, block_threads, kernel_fields, needed_shared_bytes
 
 UNASKED = 48 << 10
 """Bytes of shared memory that any GPU gives a block."""
@@ -34,7 +33,7 @@ def check_shared(kernel: str, device: torch.device, what: str, **words: int) -> 
         return
     fields = kernel_fields()
     packed = Packer(fields).pack(kernel, {**dict.fromkeys(fields[kernel], 0), **words})
-    needed = needed_shared_bytes(kernel, THREADS.get(kernel, MOST_THREADS), packed)
+    needed = needed_shared_bytes(kernel, block_threads(kernel), packed)
     if needed > limit:
         raise ConfigError(
             f"peer_to_peer with {what} needs {needed} bytes of shared memory in a block, and {device} has {limit}; "

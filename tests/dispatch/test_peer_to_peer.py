@@ -16,7 +16,7 @@ from moe_comm.dispatch import DispatchOptions, Payloads, make_dispatcher
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.dispatch.peer_to_peer import PeerToPeerDispatcher
 from moe_comm.errors import ConfigError, InputError, PeerTimeout
-from moe_comm.gpu import turns
+from moe_comm.gpu import protocol
 from moe_comm.gpu.launch import Launch, RecordingLauncher, kernel_fields
 from moe_comm.layers import MoEConfig, MoELayer, RouterConfig, check_grads
 from moe_comm.topology import ExpertPlacement
@@ -323,7 +323,7 @@ def test_launches_without_the_host_and_of_few_rows() -> None:
 def test_what_fails_while_nobody_waits_comes_with_the_next_call_and_ends_it() -> None:
     """As on a GPU."""
     dispatcher = alone()
-    dispatcher.memory.turns._report[1:6] = torch.tensor([turns.TIMED_OUT, 0, turns.ARRIVED, 7, 6])
+    dispatcher.memory.turns._report[1:6] = torch.tensor([protocol.TIMED_OUT, 0, protocol.ARRIVED, 7, 6])
     for _ in range(2):
         with pytest.raises(PeerTimeout, match="for rank 0 to send its rows; its word stands at 6, not 7"):
             dispatcher.dispatch(torch.ones(1, 4), torch.zeros(1, 1, dtype=torch.int64))

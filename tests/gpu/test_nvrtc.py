@@ -17,8 +17,11 @@ import torch
 from moe_comm.errors import ConfigError, KernelError
 from moe_comm.gpu import driver, nvrtc
 from moe_comm.gpu.ahead import read_tree
+from moe_comm.gpu.blocks import alone
 from moe_comm.gpu.launch import kernel_fields
 from moe_comm.gpu.nvrtc import Nvrtc
+from moe_comm.gpu.protocol import HEADER_WORDS, NOTHING, Shape
+from moe_comm.gpu.turns import Turns
 
 CSRC = Path(__file__).parents[2] / "csrc"
 FILES = {
@@ -156,7 +159,20 @@ def test_the_cache_is_where_xdg_says(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 # --- the driver, played by a library that writes down what it is told ---
 
-FIELDS = {"add": ("at", "a", "b"), "sum": ("at", "a", "b")}
+GROUP = (
+    "world",
+    "rank",
+    "experts",
+    "local_experts",
+    "peers_at",
+    "offsets_at",
+    "state_at",
+    "report_at",
+    "abort_at",
+    "timeout_ns",
+)
+WORDS = dict.fromkeys(GROUP, 0)
+"""What ``done`` and ``ll_ready`` take."""
 
 
 class Launched(ctypes.Structure):
@@ -187,7 +203,7 @@ def fake(library: Path, tmp_path: Path) -> tuple[driver.Driver, ctypes.CDLL]:
 
 
 def launcher(given: driver.Driver, device: int = 0, code: bytes = b"code!") -> driver.NvrtcLauncher:
-    return driver.NvrtcLauncher(torch.device("cuda", device), code=code, fields=FIELDS, driver=given)
+    return driver.NvrtcLauncher(torch.device("cuda", device), code=code, driver=given)
 
 
 def launches(library: ctypes.CDLL) -> list[Launched]:
@@ -200,31 +216,30 @@ def test_a_launch_reaches_the_driver_with_its_words_in_order(fake: tuple[driver.
     given, library = fake
     ours = launcher(given)
     assert library.fake_loaded() == b"code!"
-    ours.launch("add", 7, 256, 1024, 99, {"b": -3, "at": 1 << 40, "a": 2})
-    ours.launch("sum", 1, 32, 0, 0, {"at": 0, "a": 0, "b": 0})
-    ours.launch("sum", 0, 32, 0, 0, {"at": 0, "a": 0, "b": 0})
+    ours.launch("done", 7, 256, 1024, 99, {**WORDS, "timeout_ns": -3, "world": 1 << 40, "rank": 2})
+    ours.launch("ll_ready", 1, 32, 0, 0, WORDS)
+    ours.launch("ll_ready", 0, 32, 0, 0, WORDS)
     first, second = launches(library)  # an empty grid is none
-    assert (first.function, first.grid, first.block, first.shared, first.stream) == (ord("d"), 7, 256, 1024, 99)
-    assert struct.unpack("3q", bytes(first.words[:24])) == (1 << 40, 2, -3)
-    assert (second.function, second.grid, second.block) == (ord("m"), 1, 32)
+    assert (first.function, first.grid, first.block, first.shared, first.stream) == (ord("e"), 7, 256, 1024, 99)
+    assert struct.unpack("10q", bytes(first.words[:80])) == (1 << 40, 2, *[0] * 7, -3)
+    assert (second.function, second.grid, second.block) == (ord("y"), 1, 32)
 
 
 def test_every_thread_launches_in_the_device_s_context_and_gets_its_own_back(
     fake: tuple[driver.Driver, ctypes.CDLL],
 ) -> None:
     given, library = fake
-    words = {"at": 0, "a": 0, "b": 0}
     ours = [launcher(given, 0), launcher(given, 3)]
 
     def launch_all() -> int | None:
         current = ctypes.c_void_p()
         given.set_context(ctypes.c_void_p(1000))
         for each in ours:
-            each.launch("add", 1, 1, 0, 0, words)
+            each.launch("done", 1, 1, 0, 0, WORDS)
         given.get_context(ctypes.byref(current))
         return current.value
 
-    thread = threading.Thread(target=lambda: ours[1].launch("add", 1, 1, 0, 0, words))
+    thread = threading.Thread(target=lambda: ours[1].launch("done", 1, 1, 0, 0, WORDS))
     thread.start()
     thread.join(30)
     assert launch_all() == 1000
@@ -237,11 +252,27 @@ def test_more_shared_memory_than_a_block_gets_unasked_is_asked_for_once(
     given, library = fake
     ours = launcher(given)
     for shared in (48 * 1024, 100_000, 60_000, 100_000, 200_000):
-        ours.launch("add", 1, 32, shared, 0, {"at": 0, "a": 0, "b": 0})
+        ours.launch("done", 1, 32, shared, 0, WORDS)
     count = ctypes.c_int()
     asked = library.fake_attributes(ctypes.byref(count))
     assert [asked[3 * i + 2] for i in range(count.value)] == [100_000, 200_000]
     assert [launch.shared for launch in launches(library)] == [48 * 1024, 100_000, 60_000, 100_000, 200_000]
+
+
+def test_an_operation_s_launches_reach_the_driver(fake: tuple[driver.Driver, ctypes.CDLL]) -> None:
+    given, library = fake
+    turns = Turns(Shape(0, (0, 2)), alone(1 << 16, torch.device("cpu")), launcher(given, device=2))
+    turns.begin(7.0)
+    turns.meet(bytes(8 * HEADER_WORDS), NOTHING)
+    turns.plan.receive_few(1, 0)
+    meet, arrive = launches(library)
+    assert (meet.function, meet.grid, meet.block) == (ord("t"), 1, 1024) and arrive.function == ord("e")
+    for one in (meet, arrive):
+        assert one.context == 1002 and struct.unpack("10q", bytes(one.words[:80]))[-1] == 7 * 10**9
+    library.fake_refuse_next()
+    with pytest.raises(KernelError, match="cuLaunchKernel with error 700"):
+        turns.meet(bytes(8 * HEADER_WORDS), NOTHING)
+    assert turns.turn == 1
 
 
 def test_what_the_driver_refuses_is_an_error_with_its_words(fake: tuple[driver.Driver, ctypes.CDLL]) -> None:
@@ -249,12 +280,13 @@ def test_what_the_driver_refuses_is_an_error_with_its_words(fake: tuple[driver.D
     ours = launcher(given)
     library.fake_refuse_next()
     with pytest.raises(KernelError, match=r"cuLaunchKernel with error 700 \(CUDA_ERROR_ILLEGAL_ADDRESS: in words\)"):
-        ours.launch("add", 1, 1, 0, 0, {"at": 0, "a": 0, "b": 0})
+        ours.launch("done", 1, 1, 0, 0, WORDS)
     with pytest.raises(ConfigError, match="missing words"):
-        ours.launch("add", 1, 1, 0, 0, {"at": 0})
+        ours.launch("done", 1, 1, 0, 0, {"world": 0})
+    ours.launch("done", 1, 1, 0, 0, WORDS)
+    library.fake_lose(b"p2p_spread")
     with pytest.raises(KernelError, match="cuModuleGetFunction"):
-        driver.NvrtcLauncher(torch.device("cuda", 0), code=b"code!", fields={"absent": ()}, driver=given)
-    ours.launch("add", 1, 1, 0, 0, {"at": 0, "a": 0, "b": 0})
+        launcher(given)
     assert len(launches(library)) == 1
 
 

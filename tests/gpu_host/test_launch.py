@@ -11,7 +11,7 @@ from moe_comm.dispatch import header, peer_access
 from moe_comm.dispatch.payload import Payload
 from moe_comm.dispatch.peer_rows import Form
 from moe_comm.errors import ConfigError, MissingDependency
-from moe_comm.gpu import driver, launch, nvrtc, turns
+from moe_comm.gpu import driver, launch, nvrtc, protocol
 from moe_comm.gpu.launch import Packer, RecordingLauncher, kernel_constants, kernel_fields
 from moe_comm.runtime.shared import DTYPE_CODES
 
@@ -52,36 +52,36 @@ def test_the_host_counts_as_the_device_code_does() -> None:
         "header_words": header.WORDS,
         "compared_words": header.NUM_COMPARED,
         "fault_word": header.FAULT_SLOT,
-        "bad_ids_word": turns.BAD_IDS_WORD,
-        "offer_words": len(turns.Offer._fields),
-        "nowhere": turns.NOWHERE,
-        "max_parts": turns.MAX_PARTS,
-        "rows_at": turns.Offer._fields.index("rows"),
-        "block_at": turns.Offer._fields.index("block"),
-        "scales_at": turns.Offer._fields.index("scales"),
-        "links_at": turns.Offer._fields.index("links"),
-        "room": turns.Offer._fields.index("room"),
-        "fault_timed_out": turns.TIMED_OUT,
-        "fault_aborted": turns.ABORTED,
-        "fault_disagree": turns.DISAGREE,
-        "fault_bad_ids": turns.BAD_IDS,
-        "fault_no_room": turns.NO_ROOM,
-        "wait_told": turns.TOLD,
-        "wait_done": turns.DONE,
-        "wait_arrived": turns.ARRIVED,
-        "wait_sent": turns.SENT,
-        "format_same": turns.SAME,
-        "format_block_scales": turns.BLOCK_SCALES,
-        "format_row_scales": turns.ROW_SCALES,
-        "report_words": len(turns.REPORT_WORDS),
+        "bad_ids_word": protocol.BAD_IDS_WORD,
+        "offer_words": len(protocol.Offer._fields),
+        "nowhere": protocol.NOWHERE,
+        "max_parts": protocol.MAX_PARTS,
+        "rows_at": protocol.Offer._fields.index("rows"),
+        "block_at": protocol.Offer._fields.index("block"),
+        "scales_at": protocol.Offer._fields.index("scales"),
+        "links_at": protocol.Offer._fields.index("links"),
+        "room": protocol.Offer._fields.index("room"),
+        "fault_timed_out": protocol.TIMED_OUT,
+        "fault_aborted": protocol.ABORTED,
+        "fault_disagree": protocol.DISAGREE,
+        "fault_bad_ids": protocol.BAD_IDS,
+        "fault_no_room": protocol.NO_ROOM,
+        "wait_told": protocol.TOLD,
+        "wait_done": protocol.DONE,
+        "wait_arrived": protocol.ARRIVED,
+        "wait_sent": protocol.SENT,
+        "format_same": protocol.SAME,
+        "format_block_scales": protocol.BLOCK_SCALES,
+        "format_row_scales": protocol.ROW_SCALES,
+        "report_words": len(protocol.REPORT_WORDS),
     }
     assert {name: constants[name] for name in ours} == ours
-    assert turns.HEADER_WORDS == header.WORDS and turns.FAULT_WORD == header.FAULT_SLOT
+    assert protocol.HEADER_WORDS == header.WORDS and protocol.FAULT_WORD == header.FAULT_SLOT
 
 
 @pytest.mark.parametrize("offsets", [(0, 1), (0, 3, 3, 8), (0, 32, 64, 96, 128)])
 def test_the_control_area_is_as_large_as_the_kernels_take_it(offsets: tuple[int, ...]) -> None:
-    shape = turns.Shape(0, offsets)
+    shape = protocol.Shape(0, offsets)
     control = core.p2p_control(shape.world, shape.experts, shape.local_experts)
     assert shape.control_bytes == control["bytes"]
 
@@ -96,9 +96,9 @@ def test_rows_are_as_long_as_the_kernels_write_them(hidden: int, payload: str) -
 
 def test_slots_are_cut_into_whole_tokens() -> None:
     for tokens, top_k, blocks in ((0, 2, 4), (1, 8, 4), (37, 3, 4), (4096, 8, 264), (1000, 600, 2)):
-        slots = turns.Slots.of(torch.zeros(tokens, top_k, dtype=torch.int64), 5, blocks)
-        assert slots.chunk % top_k == 0 and slots.chunks * slots.chunk >= tokens * top_k
-        assert slots.chunks == -(-tokens * top_k // slots.chunk)
+        chunk = protocol.chunk_of(tokens, top_k, blocks)
+        assert chunk % top_k == 0 and chunk <= max(top_k, protocol.MOST_SLOTS)
+        assert tokens * top_k <= chunk * blocks or chunk + top_k > protocol.MOST_SLOTS
 
 
 @pytest.mark.parametrize(
@@ -129,12 +129,12 @@ def test_kernels_come_from_where_there_are_some_for_this_gpu(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(launch, "compiled_archs", lambda: archs)
     monkeypatch.setattr(nvrtc, "find", find)
+    monkeypatch.setattr(launch, "NativeLauncher", lambda machine, device: f"{machine} {device.index}")
     monkeypatch.setattr(driver, "nvrtc_launcher", lambda index: f"nvrtc {index}")
     device = torch.device("cuda", 3)
     assert launch.cuda_kernels_at_hand(device) == bool(road)
     if road == "nvcc":
-        chosen = launch.cuda_launcher(device)
-        assert isinstance(chosen, launch.NativeLauncher) and chosen._device == 3, "not whichever is current"
+        assert str(launch.cuda_launcher(device)) == "cuda 3", "not whichever is current"
     elif road:
         assert str(launch.cuda_launcher(device)) == "nvrtc 3"
 

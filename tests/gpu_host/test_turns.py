@@ -13,8 +13,8 @@ from moe_comm.dispatch.peer_memory import PeerMemory
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.dispatch.peer_to_peer import PeerToPeerDispatcher
 from moe_comm.errors import ConfigError, KernelError, PeerError, RoutingError
-from moe_comm.gpu import turns
-from moe_comm.gpu.launch import Launch, NativeLauncher, RecordingLauncher, Words, kernel_fields
+from moe_comm.gpu import protocol, turns
+from moe_comm.gpu.launch import Launch, Launcher, NativeLauncher, RecordingLauncher, Words, kernel_fields
 from moe_comm.topology import ExpertPlacement
 
 pytest.importorskip("moe_comm._C", reason="the native core is not built")
@@ -24,20 +24,21 @@ OPTIONS = DispatchOptions(
 X_TD, IDS_TK = torch.ones(2, 4), torch.tensor([[0], [1]])
 
 
-def alone(launcher: NativeLauncher | RecordingLauncher, options: DispatchOptions = OPTIONS) -> PeerToPeerDispatcher:
+def alone(launcher: Launcher, options: DispatchOptions = OPTIONS) -> PeerToPeerDispatcher:
     return PeerToPeerDispatcher(ExpertPlacement.balanced(2, 1), None, 0, options, "cpu", launcher)
 
 
-class Refusing(NativeLauncher):
-    """Refuses what it is told to, once."""
+class Refusing:
+    """A host's that refuses what it is told to, once."""
 
-    refuse = ""
+    def __init__(self) -> None:
+        self.refuse, self._host = "", NativeLauncher("host")
 
     def launch(self, kernel: str, grid: int, block: int, shared: int, stream: int, words: Words) -> None:
         if kernel == self.refuse:
             self.refuse = ""
             raise KernelError(f"no {kernel} today")
-        super().launch(kernel, grid, block, shared, stream, words)
+        self._host.launch(kernel, grid, block, shared, stream, words)
 
 
 def few(dispatcher: PeerToPeerDispatcher) -> torch.Tensor:
@@ -46,7 +47,7 @@ def few(dispatcher: PeerToPeerDispatcher) -> torch.Tensor:
 
 
 def test_a_launch_that_is_refused_leaves_no_turn_counted() -> None:
-    launcher = Refusing("host")
+    launcher = Refusing()
     dispatcher = alone(launcher)
     state = dispatcher.memory.turns
     for kernel in ("meet", "count", "ll_ready"):
@@ -70,10 +71,10 @@ class Late:
         self.meetings += 1
         words = launch.words
         if self.meetings == 2:
-            header = (ctypes.c_int64 * turns.HEADER_WORDS).from_address(words["all_headers_at"])
-            header[turns.FAULT_WORD : turns.FAULT_WORD + 4] = [turns.BAD_IDS_WORD, 1, 99, 1]
-            report = (ctypes.c_int64 * len(turns.REPORT_WORDS)).from_address(words["report_at"])
-            report[1], report[0] = turns.BAD_IDS, 1
+            header = (ctypes.c_int64 * protocol.HEADER_WORDS).from_address(words["all_headers_at"])
+            header[protocol.FAULT_WORD : protocol.FAULT_WORD + 4] = [protocol.BAD_IDS_WORD, 1, 99, 1]
+            report = (ctypes.c_int64 * len(protocol.REPORT_WORDS)).from_address(words["report_at"])
+            report[1], report[0] = protocol.BAD_IDS, 1
 
 
 def test_a_fault_that_is_noticed_a_turn_late_ends_the_group_s_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,53 @@
+// Memory as a matrix that torch takes through DLPack.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <functional>
+#include <memory>
+#include <utility>
+
+#include "cpu/dlpack.h"
+
+namespace moe_comm {
+
+// `dropped` is called when torch drops the last tensor over it, on whatever thread.
+struct Matrix {
+  DLManagedTensor managed{};
+  int64_t shape[2]{};
+  std::function<void()> dropped;
+
+  static void release(DLManagedTensor* self) {
+    auto* matrix = static_cast<Matrix*>(self->manager_ctx);
+    matrix->dropped();
+    delete matrix;
+  }
+};
+
+inline pybind11::capsule matrix_tensor(void* data, int64_t rows, int64_t columns, DLDataType dtype, DLDevice device,
+                                       std::function<void()> dropped) {
+  auto matrix = std::make_unique<Matrix>();
+  matrix->shape[0] = rows;
+  matrix->shape[1] = columns;
+  DLTensor& tensor = matrix->managed.dl_tensor;
+  tensor.data = data;
+  tensor.device = device;
+  tensor.ndim = 2;
+  tensor.dtype = dtype;
+  tensor.shape = matrix->shape;
+  matrix->managed.manager_ctx = matrix.get();
+  matrix->managed.deleter = &Matrix::release;
+  matrix->dropped = std::move(dropped);
+  PyObject* capsule = PyCapsule_New(&matrix->managed, "dltensor", [](PyObject* self) {
+    // Torch renames a capsule that it has taken; one still called "dltensor" was never used.
+    if (PyCapsule_IsValid(self, "dltensor")) {
+      auto* managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(self, "dltensor"));
+      managed->deleter(managed);
+    }
+  });
+  if (!capsule) throw pybind11::error_already_set();
+  matrix.release();
+  return pybind11::reinterpret_steal<pybind11::capsule>(capsule);
+}
+
+}  // namespace moe_comm

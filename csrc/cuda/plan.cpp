@@ -1,0 +1,191 @@
+#include "cuda/plan.h"
+
+#include <chrono>
+#include <cstddef>
+#include <cstring>
+#include <thread>
+
+namespace moe_comm {
+namespace p2p {
+
+namespace {
+
+template <class Args>
+void set_slots(Args& args, const Slots& slots) {
+  static_assert(offsetof(Args, tokens) == sizeof(Group), "slots follow the group");
+  std::memcpy(reinterpret_cast<char*>(&args) + sizeof(Group), &slots, sizeof slots);
+}
+
+const Report* report_of(const Group& group) { return reinterpret_cast<const Report*>(group.report_at); }
+
+}  // namespace
+
+Plan::Plan(std::shared_ptr<Starter> starter, const Home& home) : starter_(std::move(starter)), home_(home) {}
+
+void Plan::begin(uintptr_t stream, int64_t timeout_ns, bool captured) {
+  stream_ = stream;
+  home_.group.timeout_ns = timeout_ns;
+  captured_ = captured;
+}
+
+template <class Args>
+void Plan::start(Kernel kernel, int64_t blocks, Args& args) {
+  if (blocks == 0) return;
+  std::memcpy(&args, &home_.group, sizeof home_.group);
+  Launch how;
+  how.blocks = blocks;
+  how.threads = usual_threads(kernel);
+  how.shared_bytes = shared_bytes(kernel, &args, how.threads);
+  how.stream = stream_;
+  starter_->start(kernel, how, &args);
+}
+
+void Plan::count_and_meet(const Tokens& t, int64_t ids_at, int64_t chunk, const Told& told) {
+  const int64_t chunks = (t.tokens * t.top_k + chunk - 1) / chunk;
+  slots_ = {t.tokens, t.top_k, ids_at, chunk, chunks, scratch_.counts_at, scratch_.bad_at};
+  CountArgs count{};
+  set_slots(count, slots_);
+  start(k_count, chunks, count);
+  meet(told, true);
+}
+
+void Plan::meet(const Told& told) { meet(told, false); }
+
+void Plan::meet(const Told& told, bool with_counts) {
+  MeetArgs a{};
+  a.header_at = home_.headers_at + told.slot * kHeaderWords * 8;
+  std::memcpy(reinterpret_cast<void*>(a.header_at), told.header, kHeaderWords * 8);
+  std::memcpy(&a.offer_0, told.offer, sizeof told.offer);
+  a.offers_at = scratch_.offers_at;
+  a.all_headers_at = home_.all_headers_at;
+  if (with_counts) {
+    set_slots(a, slots_);
+    a.with_counts = 1;
+    a.all_counts_at = scratch_.all_counts_at;
+    a.host_counts_at = home_.host_counts_at;
+    a.summary_at = scratch_.summary_at;
+  }
+  start(k_meet, 1, a);
+  counted_one();
+}
+
+void Plan::move(const Rows& x, int64_t place_at, int64_t format, int64_t power_of_two, const Links& links) {
+  PushArgs push{};
+  set_slots(push, slots_);
+  push.hidden = x.hidden;
+  push.dtype = x.dtype;
+  push.x_at = x.at;
+  push.stride = x.stride;
+  push.offers_at = scratch_.offers_at;
+  push.all_counts_at = scratch_.all_counts_at;
+  push.place_at = place_at;
+  push.left_at = home_.left_at;
+  push.format = format;
+  push.power_of_two = power_of_two;
+  push.relay = links.blocks > 0;
+  start(k_push, slots_.chunks, push);
+  ArriveArgs arrive{};
+  arrive.all_counts_at = scratch_.all_counts_at;
+  start(k_arrive, 1, arrive);
+  if (links.rows == 0) return;
+  FanOutArgs fan_out{};
+  fan_out.hidden = x.hidden;
+  fan_out.dtype = x.dtype;
+  fan_out.rows_at = links.rows_at;
+  fan_out.scales_at = links.scales_at;
+  fan_out.links_at = links.links_at;
+  fan_out.rows = links.rows;
+  fan_out.summary_at = scratch_.summary_at;
+  fan_out.format = format;
+  start(k_fan_out, links.blocks < links.rows ? links.blocks : links.rows, fan_out);
+}
+
+void Plan::sum(int64_t blocks, const Tokens& t, const Rows& y, int64_t place_at, int64_t weights_at,
+               int64_t offers_at) {
+  SumArgs a{};
+  a.hidden = y.hidden;
+  a.dtype = y.dtype;
+  a.tokens = t.tokens;
+  a.top_k = t.top_k;
+  a.place_at = place_at;
+  a.offers_at = offers_at != 0 ? offers_at : scratch_.offers_at;
+  a.weights_at = weights_at;
+  a.y_at = y.at;
+  start(k_sum, blocks < t.tokens ? blocks : t.tokens, a);
+}
+
+void Plan::spread(int64_t blocks, const Tokens& t, const Rows& grad, int64_t place_at, int64_t weights_at,
+                  int64_t dots_at) {
+  SpreadArgs a{};
+  a.hidden = grad.hidden;
+  a.dtype = grad.dtype;
+  a.tokens = t.tokens;
+  a.top_k = t.top_k;
+  a.place_at = place_at;
+  a.offers_at = scratch_.offers_at;
+  a.weights_at = weights_at;
+  a.grad_at = grad.at;
+  a.stride = grad.stride;
+  a.dots_at = dots_at;
+  start(k_spread, blocks < t.tokens ? blocks : t.tokens, a);
+}
+
+void Plan::done() {
+  DoneArgs a{};
+  start(k_done, 1, a);
+}
+
+void Plan::send_few(LlSendArgs args) { start(k_ll_send, home_.group.experts * args.parts, args); }
+
+void Plan::receive_few(int64_t parts, int64_t counts_at) {
+  LlArriveArgs a{};
+  a.parts = parts;
+  a.few_counts_at = counts_at;
+  start(k_ll_arrive, 1, a);
+}
+
+void Plan::sum_few(int64_t blocks, const Tokens& t, const Rows& y, int64_t place_at, int64_t weights_at,
+                   int64_t offers_at) {
+  LlReadyArgs ready{};
+  start(k_ll_ready, 1, ready);
+  counted_one();
+  sum(blocks, t, y, place_at, weights_at, offers_at);
+}
+
+int64_t Plan::seen_turn() const { return __atomic_load_n(&report_of(home_.group)->turn, __ATOMIC_ACQUIRE); }
+
+bool Plan::failed() const { return __atomic_load_n(&report_of(home_.group)->fault, __ATOMIC_ACQUIRE) != kNone; }
+
+bool Plan::wait(int64_t until, int64_t limit_ns) const {
+  using Clock = std::chrono::steady_clock;
+  if (seen_turn() >= until || failed()) return true;
+  const auto end = Clock::now() + std::chrono::nanoseconds(limit_ns);
+  while (Clock::now() < end) {
+    std::this_thread::yield();  // other ranks may be threads of this process
+    if (seen_turn() >= until || failed()) return true;
+  }
+  return false;
+}
+
+Counted Plan::counted(int64_t header_word) const {
+  const auto* counts = reinterpret_cast<const int64_t*>(home_.host_counts_at);
+  const auto* headers = reinterpret_cast<const int64_t*>(home_.all_headers_at);
+  const int64_t world = home_.group.world, experts = home_.group.experts;
+  Counted found;
+  for (int64_t owner = 0; owner < world; ++owner) {
+    int64_t rows = 0;
+    for (int64_t e = home_.offsets[owner]; e < home_.offsets[owner + 1]; ++e) {
+      int64_t of_expert = 0;
+      for (int64_t source = 0; source < world; ++source) of_expert += counts[source * experts + e];
+      rows += of_expert;
+      if (owner == home_.group.rank) found.own.push_back(of_expert);
+    }
+    found.rows.push_back(rows);
+    found.said.push_back(headers[owner * kHeaderWords + header_word]);
+  }
+  found.dropped = report_of(home_.group)->dropped;
+  return found;
+}
+
+}  // namespace p2p
+}  // namespace moe_comm

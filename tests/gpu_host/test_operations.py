@@ -1,0 +1,122 @@
+"""Operations as native code launches them: few calls of Python's, the same results, and whose kernels they are."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from moe_comm.dispatch import DispatchOptions
+from moe_comm.dispatch.local import LocalDispatcher
+from moe_comm.dispatch.peer_options import PeerToPeerOptions
+from moe_comm.dispatch.peer_to_peer import PeerToPeerDispatcher
+from moe_comm.errors import KernelError
+from moe_comm.gpu.launch import NativeLauncher, RecordingLauncher, kernel_fields, starter_of
+from moe_comm.gpu.protocol import HEADER_WORDS, NOTHING
+from moe_comm.topology import ExpertPlacement
+
+core = pytest.importorskip("moe_comm._C", reason="the native core is not built")
+PLACEMENT = ExpertPlacement.balanced(4, 1)
+
+
+def alone() -> PeerToPeerDispatcher:
+    options = DispatchOptions(peer_to_peer=PeerToPeerOptions(heap_bytes=1 << 20, num_blocks=4, emulate=True))
+    return PeerToPeerDispatcher(PLACEMENT, None, 0, options, "cpu")
+
+
+def test_a_dispatch_and_a_combine_make_few_calls() -> None:
+    """What keeps the host of a GPU is Python: half as many calls again would be a step back."""
+    dispatcher = alone()
+    x_TD, ids_TK, weights_TK = torch.ones(2, 4), torch.tensor([[0, 1], [3, 2]]), torch.ones(2, 2)
+
+    def both() -> None:
+        sent = dispatcher.dispatch(x_TD, ids_TK)
+        dispatcher.combine(sent.rows_RD, weights_TK, sent.layout)
+
+    calls = [0]
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        calls[0] += event in ("call", "c_call")
+
+    both()
+    sys.setprofile(count)
+    try:
+        both()
+    finally:
+        sys.setprofile(None)
+    assert 20 < calls[0] < 360, calls
+
+
+def test_more_tokens_than_before_and_fewer_have_the_bits_of_local() -> None:
+    ours, plain = alone(), LocalDispatcher(PLACEMENT, None, 0, DispatchOptions())
+    draw = torch.Generator().manual_seed(5)
+    for tokens in (3, 40, 2500, 0, 7, 5100):
+        x_TD, weights_TK = torch.randn(tokens, 6, generator=draw), torch.rand(tokens, 2, generator=draw)
+        ids_TK = torch.rand(tokens, 4, generator=draw).topk(2).indices
+        found = []
+        for dispatcher in (ours, plain):
+            sent = dispatcher.dispatch(x_TD, ids_TK)
+            found.append((sent.rows_RD, dispatcher.combine(sent.rows_RD, weights_TK, sent.layout)))
+        assert all(map(torch.equal, *found)), tokens
+        del found, sent
+
+
+def test_what_kernels_of_a_turn_share_stays_unless_a_graph_holds_it() -> None:
+    turns = alone().memory.turns
+    turns._prepare(3)
+    first = turns.scratch
+    turns._prepare(1)
+    assert turns.scratch is first
+    turns._capturing = True
+    turns._prepare(1)
+    assert turns.scratch is not first and turns.scratch.counts_CE.shape == (1, 4)
+    turns._capturing = False
+    turns._prepare(2)
+    assert turns.scratch is first, "a graph's goes with the graph"
+    turns._prepare(4)
+    assert turns.scratch.bad_C4.shape[0] == 6
+    assert any(kept is first for kept in turns._scratches), "kernels may still use what was there"
+
+
+def test_a_header_of_another_length_is_refused() -> None:
+    turns = alone().memory.turns
+    turns.begin(5.0)
+    with pytest.raises(ValueError, match="a header has 49 words"):
+        turns.meet(b"\0" * 8, NOTHING)
+    assert turns.turn == 0
+    turns.meet(b"\0" * 8 * HEADER_WORDS, NOTHING)
+    assert turns.turn == 1 and not turns.wait()
+
+
+def test_a_launcher_in_python_is_called_and_a_native_one_is_not() -> None:
+    recorder = RecordingLauncher(kernel_fields())
+    words = dict.fromkeys(kernel_fields()["done"], 3)
+    packed = b"".join((3).to_bytes(8, sys.byteorder) for _ in words)
+    starter_of(recorder).start("done", 2, 64, 16, 9, packed)
+    (launch,) = recorder.launches
+    assert (launch.kernel, launch.grid, launch.block, launch.shared, launch.stream) == ("done", 2, 64, 16, 9)
+    assert launch.words == words
+    native = NativeLauncher("host")
+    assert starter_of(native) is native.starter
+
+
+@pytest.mark.skipif(bool(core.cuda_archs()), reason="this build has CUDA kernels")
+def test_a_build_without_cuda_kernels_says_so() -> None:
+    with pytest.raises(KernelError, match="compile them with NVRTC"):
+        NativeLauncher("cuda", torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "blocks", "threads", "args", "said"),
+    [
+        ("sub", 1, 1, b"", "no kernel is called 'sub'"),
+        ("done", 1, 1, b"\0" * 8, "takes 80 bytes of arguments; got 8"),
+        ("done", -1, 1, b"\0" * 80, "needs blocks >= 0"),
+        ("done", 1, 1025, b"\0" * 80, "1 <= threads <= 1024"),
+    ],
+)
+def test_wrong_launches_are_refused(kernel: str, blocks: int, threads: int, args: bytes, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        core.P2pStarter.host().start(kernel, blocks, threads, 0, 0, args)
