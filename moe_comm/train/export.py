@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_comm.errors import CheckpointError, ConfigError
 from moe_comm.integrations.hugging_face.architecture import to_hugging_face
 from moe_comm.integrations.hugging_face.weights import write_folder
+from moe_comm.runtime.untrusted import shown
 from moe_comm.train.architecture import family_of
 from moe_comm.train.build import architecture_of
 from moe_comm.train.checkpoint import CheckpointReader, latest
@@ -38,12 +39,19 @@ def export_run(run: Path, out: Path) -> None:
 
 
 def export_checkpoint(path: Path, out: Path) -> None:
-    """Write the weights of the checkpoint at ``path`` to ``out`` in fp32, in the layout of its model's family."""
+    """Write the weights of the checkpoint at ``path`` to ``out`` in fp32, in the layout of its model's family.
+
+    Raises:
+        CheckpointError: it is damaged, or not one of a training run. UnsupportedModel: as ``export_run``.
+    """
     reader = CheckpointReader(path)
-    config = TrainConfig.model_validate(tomllib.loads(reader.state["config"]))
-    architecture = architecture_of(config, reader.state["vocab"])
+    try:
+        config = TrainConfig.model_validate(tomllib.loads(reader.state["config"]))
+        vocab, end = int(reader.state["vocab"]), int(reader.state["end_of_text"])
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is no checkpoint of moe-comm train: {shown(error)}") from error
+    architecture = architecture_of(config, vocab)
     family = family_of(config.model)
-    end = reader.state["end_of_text"]
     hf_config = to_hugging_face(architecture, family, bos_token_id=end, eos_token_id=end, pad_token_id=end)
     hf_config.dtype = "float32"
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.errors import CheckpointError
+from moe_comm.runtime import untrusted
 
 BLOCK = 1 << 24
 """Bytes that are written, hashed or read at once."""
@@ -147,18 +148,15 @@ def write_json(path: Path, value: Mapping[str, Any]) -> Digest:
 
 
 def parse_json(content: bytes, what: str) -> dict[str, Any]:
-    """A JSON object.
+    """A JSON object; see ``untrusted.parse_object``.
 
     Raises:
         CheckpointError: it is none.
     """
     try:
-        value = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{what} is damaged: it is not JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{what} is damaged: it is not a JSON object")
-    return value
+        return untrusted.parse_object(content)
+    except ValueError as error:
+        raise CheckpointError(f"{what} is damaged: it is not JSON that we wrote ({error})") from None
 
 
 def sha256(content: bytes) -> str:
@@ -174,7 +172,7 @@ def digest_of(path: Path) -> Digest:
     digest = hashlib.sha256()
     size = 0
     buffer = memoryview(bytearray(BLOCK))
-    with open(path, "rb", buffering=0) as file:
+    with os.fdopen(untrusted.open_regular(path), "rb", buffering=0) as file:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
             size += count

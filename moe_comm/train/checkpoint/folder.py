@@ -23,11 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_comm.errors import CheckpointError
+from moe_comm.runtime.untrusted import read_bounded
 from moe_comm.train.checkpoint.files import Digest, parse_json, sha256, sync_folder, write_json
 
 METADATA, MANIFEST, COMPLETE = "metadata.json", "manifest.json", "COMPLETE"
 VERSION = 1
 """Of the format; a reader refuses a later one."""
+MARKER_BYTES = 1 << 16
+"""COMPLETE is never longer."""
 _STEP = re.compile(r"step-(\d{8,})(\.replaced)?")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _log = logging.getLogger(__name__)
@@ -57,6 +60,18 @@ class Complete:
 
 def step_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """The step of the checkpoint at ``path``, by its name.
+
+    Raises:
+        CheckpointError: the name says none.
+    """
+    match = _STEP.fullmatch(path.name)
+    if match is None:
+        raise CheckpointError(f"{path} is not named as a checkpoint")
+    return int(match[1])
 
 
 def partial_path(folder: Path, step: int) -> Path:
@@ -109,7 +124,7 @@ def read_marker(path: Path) -> Marker:
     """
     what = f"{COMPLETE} of {path}"
     try:
-        content = (path / COMPLETE).read_bytes()
+        content = read_bounded(path / COMPLETE, MARKER_BYTES)
     except FileNotFoundError:
         raise CheckpointError(f"{what} is missing: this is no checkpoint, or one that was not finished") from None
     except OSError as error:

@@ -28,10 +28,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from moe_comm.errors import CheckpointError
+from moe_comm.runtime.untrusted import shown
 from moe_comm.train.checkpoint.files import DTYPES, NAMED_DTYPES, Digest
 from moe_comm.train.checkpoint.folder import VERSION
 
 _FILE = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+MOST_DIMS = 64
+"""What torch takes."""
 
 
 @dataclass(frozen=True)
@@ -90,23 +93,57 @@ def decode(value: Mapping[str, Any], files: Mapping[str, Digest], what: str) -> 
     """
     try:
         names = [_file(name, files) for name in value["files"]]
+        room = {name: files[name].size for name in names}
         metadata = Metadata({}, storage_data={})
         for name, tensor in value["tensors"].items():
             dtype, shape = NAMED_DTYPES[tensor["dtype"]], _size(tensor["shape"])
             chunks = []
             for file, start, offsets, lengths in tensor["parts"]:
                 chunk = ChunkStorageMetadata(_size(offsets), _size(lengths))
-                place = Place(names[file], _size([start])[0])
+                place = Place(names[_size([file])[0]], _size([start])[0])
                 _check(chunk, shape, place, dtype.itemsize, files)
+                # Parts that share bytes would let a small file pass for any number of tensors.
+                room[place.file] -= math.prod(chunk.sizes) * dtype.itemsize
+                if room[place.file] < 0:
+                    raise ValueError(f"the parts in {place.file} are together longer than it")
                 chunks.append(chunk)
                 metadata.storage_data[MetadataIndex(name, chunk.offsets)] = place
+            _check_cover(name, shape, chunks)
             metadata.state_dict_metadata[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), shape, chunks)
         state, ranks = value["state"], value["ranks"]
         if not isinstance(state, dict) or not all(isinstance(own, dict) for own in ranks):
             raise ValueError("state and ranks must be objects")
         return Saved(_size([value["step"]])[0], state, tuple(ranks), metadata)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise CheckpointError(f"{what} is damaged: {type(error).__name__}: {error}") from None
+        raise CheckpointError(f"{what} is damaged: {type(error).__name__}: {shown(str(error))}") from None
+
+
+def overlap(chunks: Sequence[ChunkStorageMetadata]) -> tuple[ChunkStorageMetadata, ChunkStorageMetadata] | None:
+    """Two of ``chunks``, boxes of one tensor, that overlap: a sweep along the dimension with the most cuts."""
+    dims = len(chunks[0].offsets) if chunks else 0
+    if len(chunks) < 2 or not dims:
+        return (chunks[0], chunks[1]) if len(chunks) > 1 else None
+    along = max(range(dims), key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
+    active: list[ChunkStorageMetadata] = []
+    for chunk in sorted((one for one in chunks if 0 not in one.sizes), key=lambda one: one.offsets[along]):
+        active = [one for one in active if one.offsets[along] + one.sizes[along] > chunk.offsets[along]]
+        for one in active:
+            if all(
+                one.offsets[d] < chunk.offsets[d] + chunk.sizes[d] and chunk.offsets[d] < one.offsets[d] + one.sizes[d]
+                for d in range(dims)
+            ):
+                return one, chunk
+        active.append(chunk)
+    return None
+
+
+def _check_cover(name: str, shape: Size, chunks: Sequence[ChunkStorageMetadata]) -> None:
+    """Every element is in exactly one part: what no part covers would be read as whatever is in memory."""
+    found = sum(math.prod(chunk.sizes) for chunk in chunks)
+    if found != math.prod(shape):
+        raise ValueError(f"{found} of the {math.prod(shape)} elements of {shown(name)}")
+    if len({chunk.offsets for chunk in chunks}) < len(chunks) or overlap(chunks) is not None:
+        raise ValueError(f"parts of {shown(name)} overlap")
 
 
 def _check(chunk: ChunkStorageMetadata, shape: Size, place: Place, itemsize: int, files: Mapping[str, Digest]) -> None:
@@ -121,7 +158,7 @@ def _check(chunk: ChunkStorageMetadata, shape: Size, place: Place, itemsize: int
 def _file(name: object, files: Mapping[str, Digest]) -> str:
     # A name with a slash would lead out of the folder.
     if not isinstance(name, str) or not _FILE.fullmatch(name) or name not in files:
-        raise ValueError(f"no file {name!r} in the manifest")
+        raise ValueError(f"no file {shown(name)} in the manifest")
     return name
 
 
@@ -136,11 +173,17 @@ def digests(value: Mapping[str, Any], what: str) -> dict[str, Digest]:
         for name in found:
             _file(name, found)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{what} is damaged: {type(error).__name__}: {error}") from None
+        raise CheckpointError(f"{what} is damaged: {type(error).__name__}: {shown(str(error))}") from None
     return found
 
 
 def _size(values: Sequence[Any]) -> Size:
-    if not isinstance(values, list) or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in values):
-        raise ValueError(f"expected whole numbers; got {values!r}")
+    if (
+        not isinstance(values, list)
+        or len(values) > MOST_DIMS
+        or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in values)
+        # What torch multiplies, also where another length is 0.
+        or math.prod(n for n in values if n) >= 1 << 63
+    ):
+        raise ValueError(f"expected whole numbers; got {shown(values)}")
     return Size(values)

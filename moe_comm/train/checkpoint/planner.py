@@ -43,6 +43,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from moe_comm.errors import CheckpointError
 from moe_comm.train.checkpoint.entries import Entry
 from moe_comm.train.checkpoint.files import DTYPES
+from moe_comm.train.checkpoint.metadata import overlap
 from moe_comm.train.checkpoint.staging import Stager
 
 AS_BEFORE = "as before"
@@ -195,32 +196,13 @@ def _check(holders: Mapping[tuple[str, Size, Size], Mapping[int, WriteItem]]) ->
                     f"rank {other} has {tuple(data.size)} {data.properties.dtype}"
                 )
         chunks = [data.chunk for _, data in pieces]
-        overlap = _overlap(chunks)
-        if overlap is not None:
-            a, b = overlap
+        both = overlap(chunks)
+        if both is not None:
+            a, b = both
             raise CheckpointError(f"parts of {name} overlap without being equal: {_text(a)} and {_text(b)}")
         found, whole = sum(math.prod(chunk.sizes) for chunk in chunks), math.prod(first.size)
         if found != whole:
             raise CheckpointError(f"of {name} {tuple(first.size)} the ranks hold {found} of {whole} elements")
-
-
-def _overlap(chunks: list[ChunkStorageMetadata]) -> tuple[ChunkStorageMetadata, ChunkStorageMetadata] | None:
-    """Two of ``chunks`` that overlap: a sweep along the dimension with the most cuts."""
-    dims = len(chunks[0].offsets)
-    if len(chunks) < 2 or not dims:
-        return (chunks[0], chunks[1]) if len(chunks) > 1 else None
-    along = max(range(dims), key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
-    active: list[ChunkStorageMetadata] = []
-    for chunk in sorted(chunks, key=lambda one: one.offsets[along]):
-        active = [one for one in active if one.offsets[along] + one.sizes[along] > chunk.offsets[along]]
-        for one in active:
-            if all(
-                one.offsets[d] < chunk.offsets[d] + chunk.sizes[d] and chunk.offsets[d] < one.offsets[d] + one.sizes[d]
-                for d in range(dims)
-            ):
-                return one, chunk
-        active.append(chunk)
-    return None
 
 
 def _text(chunk: ChunkStorageMetadata) -> str:

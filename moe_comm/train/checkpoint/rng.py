@@ -32,11 +32,18 @@ def restore_rng(state: Mapping[str, Any]) -> None:
     try:
         version, words, gauss = state["python"]
         restored, cuda = _tensor(state["torch"]), state.get("cuda")
+        if gauss is not None and not isinstance(gauss, float):
+            raise ValueError("the second number of a pair of normal ones is none")
+        before = random.getstate()
         random.setstate((version, tuple(words), gauss))
-        torch.set_rng_state(restored)
+        try:
+            torch.set_rng_state(restored)
+        except (TypeError, RuntimeError):
+            random.setstate(before)
+            raise
         if cuda is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(_tensor(cuda))
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
         raise CheckpointError(f"not a state of random number generators: {type(error).__name__}: {error}") from None
 
 

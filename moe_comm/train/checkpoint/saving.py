@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed import checkpoint as dcp
 
 from moe_comm.errors import CheckpointError, ConfigError
+from moe_comm.runtime.untrusted import DEEPEST, parse_object
 from moe_comm.train.checkpoint import folder as folders
 from moe_comm.train.checkpoint.entries import Entry
 from moe_comm.train.checkpoint.exchange import PeerLost, agree, describe, run_torch
@@ -161,9 +162,11 @@ class Checkpointer:
             if isinstance(step, bool) or not isinstance(step, int) or step < 0:
                 raise ValueError(f"step must be a whole number of at least 0; got {step!r}")
             mine = json.dumps(dict(rank_state or {}), allow_nan=False)
-            shared = json.loads(json.dumps(dict(state or {}), allow_nan=False))
+            # Read as a load will: two levels stand around them in metadata.json.
+            parse_object(mine, DEEPEST - 2)
+            shared = parse_object(json.dumps(dict(state or {}), allow_nan=False), DEEPEST - 2)
             self._stager.mark(entries)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             # Told to the others by the plan, so that all ranks fail alike.
             problem = f"step {step!r}, state and rank_state must be what JSON can hold: {error}"
         self._planner.request = Request(step, mine, problem)

@@ -11,6 +11,7 @@ import codecs
 import glob
 import hashlib
 import json
+import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,12 +19,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moe_comm.errors import ConfigError, MissingDependency
+from moe_comm.runtime.untrusted import abridged, open_regular
 from moe_comm.train.corpus.settings import SourceSpec
 
 PIECE = 1 << 20
 READ = 1 << 22
 JSONL = (".jsonl", ".ndjson")
 PARQUET = (".parquet", ".pq")
+LONGEST_LINE = 1 << 28
+"""Characters of a line of JSON; it is held in memory."""
 
 
 class Piece(NamedTuple):
@@ -178,7 +182,7 @@ def _scan_file(path: Path, spec: SourceSpec, alone: bool) -> SourceFile | None:
     checksum, size = hashlib.blake2b(digest_size=16), 0
     decoder = None if kind == "parquet" else codecs.getincrementaldecoder("utf-8")()
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             while block := file.read(READ):
                 checksum.update(block)
                 size += len(block)
@@ -206,15 +210,17 @@ def _read_text(path: Path) -> Iterator[Piece]:
 
 def _read_jsonl(path: Path, field: str) -> Iterator[Piece]:
     with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), ""), 1):
+            if len(line) > LONGEST_LINE:
+                raise ConfigError(f"{path}, line {number}: longer than {LONGEST_LINE} characters")
             if not line.strip():
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{path}, line {number}: not JSON: {error}") from error
             if not isinstance(record, dict) or not isinstance(record.get(field), str):
-                keys = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
+                keys = abridged(", ".join(record)) if isinstance(record, dict) else type(record).__name__
                 raise ConfigError(f"{path}, line {number}: expected an object with text in {field!r}; it has {keys}")
             yield from cut(_encodable(record[field]))
 
@@ -232,8 +238,16 @@ def _read_parquet(path: Path, field: str) -> Iterator[Piece]:
         kind = str(file.schema_arrow.field(field).type)
         if kind not in ("string", "large_string", "string_view"):
             raise ConfigError(f"{path}: column {field!r} must hold text; it holds {kind}")
-        for batch in file.iter_batches(batch_size=1024, columns=[field]):
-            for text in batch.column(0).to_pylist():
+        batches = file.iter_batches(batch_size=1024, columns=[field])
+        while True:
+            try:
+                batch = next(batches, None)
+                texts = [] if batch is None else batch.column(0).to_pylist()
+            except Exception as error:  # damaged pages, text that is not UTF-8
+                raise ConfigError(f"{path}: column {field!r} cannot be read: {error}") from error
+            if batch is None:
+                return
+            for text in texts:
                 if text:
                     yield from cut(text)
 

@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 from collections.abc import Iterator
@@ -27,12 +28,19 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_comm.errors import ConfigError, CorruptFile
+from moe_comm.runtime.untrusted import open_regular, parse_object, read_bounded, regular_size, shown
 from moe_comm.train.corpus.settings import Verify
 
 FORMAT = "moe_comm-tokens"
 VERSION = 1
 BLOCK = 1 << 20
 META = "meta.json"
+META_BYTES = 1 << 28
+"""meta.json is never longer: the checksum of a block takes some 40 bytes of it."""
+MOST_IDS = 1 << 28
+"""Entries of a vocabulary, which are counted in memory."""
+_NAME = re.compile(r"(tokenizer/)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+_SUM = re.compile(r"[0-9a-f]{32}")
 Ints = npt.NDArray[np.int64]
 
 
@@ -175,9 +183,11 @@ class TokenFile:
         self._check([name for name in meta["files"] if name != "tokens.bin"])
         if verify == "all":
             self._check(["tokens.bin"])
+        # An empty file cannot be mapped, and one of tokens is none: facts have been checked.
         self.tokens: npt.NDArray[Any] = np.memmap(path / "tokens.bin", np.dtype(meta["dtype"]).newbyteorder("<"), "r")
         self.offsets: Ints = np.memmap(path / "offsets.bin", np.dtype("<i8"), "r")
         self.counts_V: Ints = np.fromfile(path / "counts.bin", np.dtype("<i8"))
+        self._check_documents()
         self._unchecked = np.ones(len(meta["files"]["tokens.bin"]["blocks"]), bool) if verify == "touched" else None
 
     def __len__(self) -> int:
@@ -187,7 +197,8 @@ class TokenFile:
         """Tokens [start, stop) as int64.
 
         Raises:
-            CorruptFile: a block of theirs that was not checked before does not match its checksum.
+            CorruptFile: a block of theirs that was not checked before does not match its checksum, or one of them is
+                no id of the vocabulary.
         """
         if self._unchecked is not None and stop > start:
             width = self.tokens.itemsize
@@ -195,7 +206,11 @@ class TokenFile:
                 if self._unchecked[block]:
                     self._check_block(block)
                     self._unchecked[block] = False
-        return self.tokens[start:stop].astype(np.int64)
+        found = self.tokens[start:stop].astype(np.int64)
+        if found.size and found.max() >= self.vocab_size:
+            path = self.path / "tokens.bin"
+            raise CorruptFile(f"{path} holds id {found.max()} of a vocabulary of {self.vocab_size}; {_REMEDY}")
+        return found
 
     @property
     def tokenizer(self) -> Path:
@@ -203,20 +218,26 @@ class TokenFile:
         return self.path / "tokenizer"
 
     def _check_block(self, block: int) -> None:
-        with (self.path / "tokens.bin").open("rb") as file:
-            file.seek(block * BLOCK)
-            data = file.read(BLOCK)
-        if block_sum(data) != self.meta["files"]["tokens.bin"]["blocks"][block]:
+        if _sum_at(self.path / "tokens.bin")(block) != self.meta["files"]["tokens.bin"]["blocks"][block]:
             raise _corrupt(self.path / "tokens.bin", block)
 
     def _check_sizes(self) -> None:
         for name, entry in self.meta["files"].items():
             try:
-                size = (self.path / name).stat().st_size
+                size = regular_size(self.path / name)
             except OSError as error:
-                raise CorruptFile(f"{self.path / name} is missing; {_REMEDY}") from error
+                raise CorruptFile(f"{self.path / name} cannot be read: {error.strerror}; {_REMEDY}") from error
             if size != entry["bytes"]:
                 raise CorruptFile(f"{self.path / name} has {size} bytes instead of {entry['bytes']}; {_REMEDY}")
+
+    def _check_documents(self) -> None:
+        """Documents follow each other from the first token to the last, and ids are counted as often as there are
+        tokens."""
+        rises = bool((self.offsets[1:] >= self.offsets[:-1]).all())
+        if not rises or self.offsets[0] != 0 or self.offsets[-1] != len(self):
+            raise CorruptFile(f"{self.path / 'offsets.bin'} does not cut {len(self)} tokens into documents; {_REMEDY}")
+        if (self.counts_V < 0).any() or int(self.counts_V.sum()) != len(self):
+            raise CorruptFile(f"{self.path / 'counts.bin'} does not count {len(self)} tokens; {_REMEDY}")
 
     def _check(self, names: list[str]) -> None:
         # hashlib lets other threads run while it works on a large block.
@@ -241,20 +262,21 @@ def open_tokens(path: str | Path, verify: Verify = "all") -> TokenFile:
     path = Path(path)
     file = path / META
     try:
-        text = file.read_bytes()
+        text = read_bounded(file, META_BYTES)
     except OSError as error:
         raise ConfigError(f"{path} is not a folder of prepared tokens: cannot read {file}: {error.strerror}") from error
     try:
-        meta = json.loads(text)
+        meta = parse_object(text)
         if meta["format"] == FORMAT and meta["version"] != VERSION:
-            raise ConfigError(f"{path} has version {meta['version']}, this moe_comm reads {VERSION}; prepare it again")
-        sound = meta["format"] == FORMAT and meta["checksum"] == _meta_sum(meta)
-    except (ValueError, KeyError, TypeError) as error:
+            given = shown(meta["version"])
+            raise ConfigError(f"{path} has version {given}, this moe_comm reads {VERSION}; prepare it again")
+        if meta["format"] != FORMAT or meta["checksum"] != _meta_sum(meta):
+            raise CorruptFile(f"{file} does not match its checksum; {_REMEDY}")
+        _check_meta(meta)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise CorruptFile(f"{file} is damaged: {error!r}; {_REMEDY}") from error
-    if not sound:
-        raise CorruptFile(f"{file} does not match its checksum; {_REMEDY}")
+        raise CorruptFile(f"{file} is damaged: {shown(error)}; {_REMEDY}") from error
     return TokenFile(path, meta, verify)
 
 
@@ -270,6 +292,36 @@ def _meta_sum(meta: dict[str, Any]) -> str:
     return block_sum(json.dumps(content, sort_keys=True).encode())
 
 
+def _check_meta(meta: dict[str, Any]) -> None:
+    """The facts agree with each other; whoever wrote the file could give any of them a right checksum.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: they do not.
+    """
+    facts = {key: meta[key] for key in ("vocab_size", "tokens", "documents", "text_bytes", "end_of_text")}
+    for key, value in facts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < (key != "end_of_text"):
+            raise ValueError(f"{key} is {shown(value)}")
+    if facts["vocab_size"] > MOST_IDS or facts["end_of_text"] >= facts["vocab_size"] or meta["block_bytes"] != BLOCK:
+        raise ValueError("vocab_size, end_of_text or block_bytes out of range")
+    dtype = token_dtype(facts["vocab_size"])
+    if meta["dtype"] != dtype.name or not isinstance(meta["tokenizer"], str):
+        raise ValueError(f"dtype or tokenizer is {shown((meta['dtype'], meta['tokenizer']))}")
+    files: dict[str, Any] = meta["files"]
+    for name, entry in files.items():
+        # A name with a slash or dots would lead out of the folder.
+        if not _NAME.fullmatch(name) or not isinstance(entry["bytes"], int) or not isinstance(entry["blocks"], list):
+            raise ValueError(f"file {shown(name)}")
+        if len(entry["blocks"]) != -(-entry["bytes"] // BLOCK):
+            raise ValueError(f"{len(entry['blocks'])} checksums for {name} of {shown(entry['bytes'])} bytes")
+        if not all(isinstance(one, str) and _SUM.fullmatch(one) for one in entry["blocks"]):
+            raise ValueError(f"a checksum of {name} is none")
+    lengths = {"tokens": facts["tokens"] * dtype.itemsize, "offsets": 8 * (facts["documents"] + 1)}
+    for name, length in (lengths | {"counts": 8 * facts["vocab_size"]}).items():
+        if files[f"{name}.bin"]["bytes"] != length:
+            raise ValueError(f"{name}.bin has {files[f'{name}.bin']['bytes']} bytes, and should have {length}")
+
+
 class _sum_at:
     """Checksum of block ``n`` of a file."""
 
@@ -277,6 +329,6 @@ class _sum_at:
         self._path = path
 
     def __call__(self, block: int) -> str:
-        with self._path.open("rb") as file:
+        with os.fdopen(open_regular(self._path), "rb") as file:
             file.seek(block * BLOCK)
             return block_sum(file.read(BLOCK))

@@ -1,0 +1,94 @@
+"""Fuzz the parsers, or replay what was found.
+
+    python -m tests.fuzz list                     names of the targets
+    python -m tests.fuzz replay                   seeds and kept cases, under limits of time and memory
+    python -m tests.fuzz NAME [SECONDS]           atheris, coverage-guided; a case that fails is kept in corpus/NAME
+
+``replay`` needs no atheris. It is a process of its own, so that a crash is a failure and not the end of the tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import random
+import resource
+import signal
+import sys
+from pathlib import Path
+
+SECONDS_EACH = 20
+MORE_BYTES = 1 << 30
+"""Memory that one input may take."""
+
+
+def replay() -> None:
+    """Every seed must be read and every kept case end, in time and in memory."""
+    import torch
+
+    from tests.fuzz.targets import READ, TARGETS
+
+    torch.set_num_threads(1)
+    usable = [target for target in TARGETS.values() if not target.needs or importlib.util.find_spec(target.needs)]
+    count = 0
+    for target in usable:
+        for seed in target.seeds():
+            assert target.run(seed) == READ, f"{target.name}: a seed is refused"
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + MORE_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    for target in usable:
+        for path in target.found:
+            print(f"{target.name}/{path.name}", end=" ", flush=True)
+            signal.alarm(SECONDS_EACH)
+            print(target.run(path.read_bytes()), flush=True)
+            signal.alarm(0)
+            count += 1
+    print(f"{count} cases")
+
+
+def fuzz(name: str, seconds: int) -> None:
+    """Run atheris; ends the process."""
+    import atheris
+
+    with atheris.instrument_imports(include=["moe_comm.train", "moe_comm.runtime", "moe_comm.observe"]):
+        from tests.fuzz.targets import CORPUS, TARGETS
+    target = TARGETS[name]
+    working = Path("build/fuzz") / name
+    kept = CORPUS / name
+    working.mkdir(parents=True, exist_ok=True)
+    kept.mkdir(parents=True, exist_ok=True)
+    for number, seed in enumerate(target.seeds()):
+        (working / f"seed-{number}").write_bytes(seed)
+
+    def change(data: bytes, longest: int, seed: int) -> bytes:
+        drawn = random.Random(seed)
+        fresh = target.mutate(data, drawn) if drawn.random() < 0.7 else atheris.Mutate(data, longest)
+        return bytes(fresh[:longest])
+
+    options = [f"-max_total_time={seconds}", f"-timeout={SECONDS_EACH}", "-rss_limit_mb=4096", "-print_final_stats=1"]
+    arguments = [sys.argv[0], *options, f"-artifact_prefix={kept}/", str(working), str(kept)]
+    atheris.Setup(arguments, lambda data: target.run(data) and None, custom_mutator=change)
+    atheris.Fuzz()
+
+
+def main() -> None:
+    if len(sys.argv) < 2:
+        raise SystemExit(__doc__)
+    if sys.argv[1] == "replay":
+        replay()
+        return
+    if sys.argv[1] == "list":
+        from tests.fuzz.targets import TARGETS
+
+        with contextlib.suppress(BrokenPipeError):
+            print(*TARGETS, sep="\n")
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    fuzz(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 60)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Parsers of files that anybody may have made: a typed error or a right result, never a crash, a hang or all memory."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moe_comm.train import config
+from tests.fuzz.mutate import ODD_VALUES, mutate_bytes, mutate_json
+from tests.fuzz.targets import CORPUS, READ, REFUSED, TARGETS, Target, folder
+
+ROOT = Path(__file__).parents[2]
+USABLE = [target for target in TARGETS.values() if not target.needs or importlib.util.find_spec(target.needs)]
+QUICK = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+def test_every_kept_case_ends_in_time_and_in_memory() -> None:
+    """In a process of its own with a limit on both, so that a crash is a failure and not the end of the tests."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.fuzz", "replay"], capture_output=True, text=True, cwd=ROOT, timeout=240
+    )
+    assert done.returncode == 0, f"{done.stdout[-300:]}\n{done.stderr[-3000:]}"
+    assert f"{sum(len(target.found) for target in USABLE)} cases" in done.stdout
+
+
+def test_every_case_belongs_to_a_target() -> None:
+    assert {path.name for path in CORPUS.iterdir()} <= TARGETS.keys()
+    for name in ("config_toml", "overrides", "checkpoint_metadata", "tokens_meta", "jsonl", "parquet"):
+        assert TARGETS[name].found, name
+
+
+@pytest.mark.parametrize("target", USABLE, ids=lambda target: target.name)
+def test_seeds_are_read(target: Target) -> None:
+    for seed in target.seeds():
+        assert target.run(seed) == READ
+
+
+@pytest.mark.parametrize("target", USABLE, ids=lambda target: target.name)
+def test_any_bytes_are_refused_or_read(target: Target) -> None:
+    @QUICK
+    @given(st.binary(max_size=300) | st.text(max_size=100).map(lambda text: text.encode("utf-8", "replace")))
+    def check(content: bytes) -> None:
+        assert target.run(content) in (READ, REFUSED)
+
+    check()
+
+
+@pytest.mark.parametrize("target", USABLE, ids=lambda target: target.name)
+def test_a_file_with_a_few_changes_is_refused_or_read(target: Target) -> None:
+    seeds = target.seeds()
+
+    @QUICK
+    @given(st.integers(0, 2**32), st.sampled_from(seeds), st.integers(1, 3))
+    def check(number: int, content: bytes, times: int) -> None:
+        drawn = random.Random(number)
+        for _ in range(times):
+            content = target.mutate(content, drawn)
+        assert target.run(content) in (READ, REFUSED)
+
+    check()
+
+
+DEFAULTS = {
+    f"{section}.{key}": value
+    for section, keys in config.TrainConfig().model_dump(mode="json").items()
+    for key, value in keys.items()
+}
+TEXTS = [key for key, value in DEFAULTS.items() if isinstance(value, str)]
+NUMBERS = [key for key, value in DEFAULTS.items() if isinstance(value, int | float)]
+
+
+@QUICK
+@given(
+    st.dictionaries(st.sampled_from(TEXTS), st.text(min_size=1, max_size=20), max_size=3),
+    st.dictionaries(st.sampled_from(NUMBERS), st.integers() | st.floats(), max_size=4),
+)
+def test_whatever_settings_load_they_are_written_and_load_back_the_same(
+    texts: dict[str, str], numbers: dict[str, float]
+) -> None:
+    """Given as JSON, which can spell every text and number."""
+    tree: dict[str, dict[str, object]] = {}
+    for key, value in (texts | numbers).items():
+        section, _, name = key.partition(".")
+        tree.setdefault(section, {})[name] = value
+    assert TARGETS["config_json"].run(json.dumps(tree).encode()) in (READ, REFUSED)
+
+
+@pytest.mark.parametrize("value", ODD_VALUES, ids=lambda value: repr(value)[:30])
+def test_every_setting_refuses_or_keeps_odd_values(value: object) -> None:
+    for key in DEFAULTS:
+        section, _, name = key.partition(".")
+        content = json.dumps({section: {name: value}}).encode()
+        assert TARGETS["config_json"].run(content) in (READ, REFUSED), key
+
+
+def test_changes_are_repeatable_and_change_something() -> None:
+    content = b'{"a": [1, 2, {"b": "c"}], "d": 4}'
+    for mutate in (mutate_json, mutate_bytes):
+        made = [mutate(content, random.Random(n)) for n in range(50)]
+        assert made == [mutate(content, random.Random(n)) for n in range(50)]
+        assert len(set(made)) > 20
+    assert folder().is_dir()

@@ -1,0 +1,49 @@
+"""Inputs that broke others and that no other test here gives; docs/testing.md has the whole list."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_comm import make_dispatcher
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("hidden", [33, 64, 1024])
+def test_rows_that_start_at_no_multiple_of_a_vector_have_the_same_bits(hidden: int, dtype: torch.dtype) -> None:
+    """Contiguous, but one element into their storage: aligned to the element alone."""
+    g = torch.Generator().manual_seed(hidden)
+    x_TD = torch.randn(19, hidden, generator=g).to(dtype)
+    moved_TD = torch.empty(19 * hidden + 1, dtype=dtype)[1:].view(19, hidden).copy_(x_TD)
+    assert moved_TD.data_ptr() % 16 and moved_TD.is_contiguous()
+    ids_TK = torch.randint(-1, 6, (19, 3), generator=g)
+    weights_TK = torch.rand(19, 3, generator=g)
+    answers = []
+    for given in (x_TD, moved_TD):
+        dispatcher = make_dispatcher(6, backend="local")
+        given = given.detach().requires_grad_()
+        sent = dispatcher.dispatch(given, ids_TK)
+        y_TD = dispatcher.combine(sent.rows_RD * 2, weights_TK, sent.layout)
+        y_TD.float().sum().backward()
+        answers.append((sent.rows_RD.detach(), y_TD.detach(), given.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))
+
+
+def test_tokens_beyond_2_to_the_31_elements_are_read_from_where_they_are(tmp_path: Path) -> None:
+    """From a file of 4 GiB with holes, of which three rows are ever touched."""
+    hidden = 4096
+    tokens = 2**31 // hidden + 2
+    with (tmp_path / "rows").open("wb") as file:
+        file.truncate(tokens * hidden * 2)
+    x_TD = torch.from_file(str(tmp_path / "rows"), shared=True, size=tokens * hidden, dtype=torch.bfloat16)
+    x_TD = x_TD.view(tokens, hidden)
+    picked = (0, tokens - 2, tokens - 1)
+    ids_TK = torch.full((tokens, 1), -1, dtype=torch.int32)
+    for n, token in enumerate(picked):
+        x_TD[token] = n + 1
+        ids_TK[token] = n
+    assert x_TD[tokens - 2].storage_offset() >= 2**31
+    rows_RD = make_dispatcher(3).dispatch(x_TD, ids_TK).rows_RD
+    assert torch.equal(rows_RD, torch.arange(1, 4, dtype=torch.bfloat16)[:, None].expand(3, hidden))

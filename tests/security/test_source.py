@@ -1,0 +1,136 @@
+"""No code of the package turns what it reads from a file into code: found by looking at every call in the source."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "moe_comm"
+PAGE = (ROOT / "docs/security.md").read_text()
+
+UNPICKLING = {
+    *(
+        f"{module}.{name}"
+        for module in ("pickle", "_pickle", "cPickle", "dill", "cloudpickle")
+        for name in ("load", "loads")
+    ),
+    *("pickle.Unpickler", "pickle._Unpickler", "marshal.load", "marshal.loads", "shelve.open", "joblib.load"),
+    *("torch.load", "torch.jit.load", "torch.hub.load", "numpy.load", "np.load", "yaml.load", "pandas.read_pickle"),
+    *("pd.read_pickle", "multiprocessing.connection.Listener", "multiprocessing.managers.BaseManager"),
+}
+CODE = {
+    *("eval", "exec", "compile", "__import__", "importlib.import_module", "import_module", "runpy.run_path"),
+    *("runpy.run_module", "builtins.eval", "builtins.exec", "pydoc.locate", "hydra.utils.instantiate", "instantiate"),
+    *("importlib.util.spec_from_file_location", "util.spec_from_file_location", "os.system", "os.popen"),
+    *("subprocess.getoutput", "tempfile.mktemp", "http.server.HTTPServer", "HTTPServer"),
+}
+OBJECTS = re.compile(r"(gather|broadcast|scatter|send|recv)_object(_list)?$")
+"""Torch's collectives that pickle."""
+
+ALLOWED: dict[str, dict[str, str]] = {
+    "moe_comm/__init__.py": {"importlib.import_module": "names of our own modules, from a table in the same file"},
+    "moe_comm/train/corpus/__init__.py": {
+        "importlib.import_module": "names of our own modules, from a table in the same file"
+    },
+    "moe_comm/cli/options.py": {"importlib.import_module": "names of our own modules, written in the commands"},
+    "moe_comm/bench/layer_peers.py": {"import_module": "packages to compare with, written in the file"},
+    "moe_comm/bench/layer_sonic.py": {"import_module": "the package to compare with, written in the file"},
+    "moe_comm/bench/train_peers.py": {"import_module": "packages to compare with, written in the file"},
+    "moe_comm/bench/mpi_ranks.py": {"import_module": "mpi4py, written in the file"},
+    "moe_comm/bench/host_ranks.py": {
+        "pickle.loads": "jobs and answers of ranks in network namespaces, through handles they inherit",
+        "importlib.import_module": "the module of the function that the parent gave in such a job",
+    },
+    "moe_comm/train/checkpoint/exchange.py": {
+        "dist.all_gather_object": "what ranks of one job tell each other; torch's own checkpoint planner does the same"
+    },
+}
+"""By file, what it may call and why. The benchmarks may gather objects from each other besides: see below."""
+
+
+def dotted(node: ast.expr) -> str:
+    """``a.b.c`` of an expression, or "" where it is none."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        before = dotted(node.value)
+        return f"{before}.{node.attr}" if before else f"?.{node.attr}"
+    return ""
+
+
+def is_true(call: ast.Call, name: str) -> bool:
+    return any(k.arg == name and isinstance(k.value, ast.Constant) and k.value.value is True for k in call.keywords)
+
+
+def dangerous(source: str) -> Counter[str]:
+    """Calls and imports by which data could become code, by name."""
+    found: Counter[str] = Counter()
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            # Imported by its name it would not be seen at its call.
+            found.update(name for name in names & (UNPICKLING | (CODE - {"importlib.import_module"})))
+        if not isinstance(node, ast.Call):
+            continue
+        name = dotted(node.func)
+        last = name.rpartition(".")[2]
+        if name in ("torch.load", "_load") and is_true(node, "weights_only"):
+            continue
+        if name in ("numpy.load", "np.load") and not is_true(node, "allow_pickle"):
+            continue
+        if name in UNPICKLING | CODE or OBJECTS.search(last) or is_true(node, "shell"):
+            found[name] += 1
+    return found
+
+
+def found_in_package() -> dict[str, set[str]]:
+    by_file = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if names := set(dangerous(path.read_text())):
+            by_file[str(path.relative_to(ROOT))] = names
+    return by_file
+
+
+def test_data_becomes_code_only_where_it_is_listed_with_a_reason() -> None:
+    found = {}
+    for file, names in found_in_package().items():
+        if file.startswith("moe_comm/bench/"):
+            # Benchmarks gather their own times from their own ranks, and read no file of others that way.
+            names = {name for name in names if name != "dist.all_gather_object"}
+        if names:
+            found[file] = names
+    assert found == {file: set(names) for file, names in ALLOWED.items()}
+
+
+def test_what_is_listed_is_on_the_page() -> None:
+    for file in ALLOWED:
+        assert f"`{file.removeprefix('moe_comm/')}`" in PAGE, file
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle\npickle.loads(x)",
+        "from pickle import loads",
+        "torch.load(f)",
+        "torch.load(f, weights_only=False)",
+        "np.load(f, allow_pickle=True)",
+        "eval(text)",
+        "importlib.import_module(config['class'])",
+        "dist.broadcast_object_list([x])",
+        "group.scatter_object(x)",
+        "subprocess.run(line, shell=True)",
+    ],
+)
+def test_the_look_finds_what_it_is_for(source: str) -> None:
+    assert dangerous(source)
+
+
+def test_the_look_leaves_what_is_safe() -> None:
+    assert not dangerous("torch.load(f, weights_only=True)\nnp.load(f)\nre.compile(x)\njson.loads(x)\nsafe_open(f)")
