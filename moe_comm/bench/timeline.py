@@ -169,7 +169,7 @@ def _watched(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., 
     """``Channel._start`` whose transfers are spans from their start until the backend says that they are done."""
 
     @wraps(original)
-    def start(channel: Channel, begin: Callable[[], Any], device: torch.device, doing: str) -> Any:
+    def start(channel: Channel, begin: Callable[[], Any], device: torch.device, doing: str, nbytes: int) -> Any:
         started = recorder.now()
         recorder.started += 1
 
@@ -181,7 +181,7 @@ def _watched(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., 
             work.get_future().add_done_callback(ended)
             return work
 
-        begun = original(channel, watched, device, doing)
+        begun = original(channel, watched, device, doing, nbytes)
         wait = recorder.timed(WAIT, lambda: doing, begun.wait)
         return replace(begun, wait=wait)
 

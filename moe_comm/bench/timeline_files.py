@@ -15,19 +15,20 @@ from typing import Any
 
 from moe_comm.bench.timeline import PRODUCT, ROWS, TRANSFER, WAIT, Span, Step, lanes
 from moe_comm.errors import MissingDependency
+from moe_comm.observe.perfetto import Slice, TraceBuilder, check_package
 
 PAUSE_NS = 5_000_000
 """Between two steps of a trace."""
 COLORS = {PRODUCT: "#1b6ca8", ROWS: "#edae49", WAIT: "#dddddd", TRANSFER: "#66a182"}
 TRACKS = ("step", "processor", "network")
-_SEQUENCE = 1
 
 
 def check_packages(trace: str | None, png: str | None) -> None:
     """Before a measurement of minutes: raise ``MissingDependency`` where a file could not be written after it."""
-    for wanted, package in ((trace, "perfetto"), (png, "matplotlib")):
-        if wanted is not None and util.find_spec(package) is None:
-            raise MissingDependency(f"{package} is not installed; run: pip install 'moe_comm[bench]'")
+    if trace is not None:
+        check_package("bench")
+    if png is not None and util.find_spec("matplotlib") is None:
+        raise MissingDependency("matplotlib is not installed; run: pip install 'moe_comm[bench]'")
 
 
 def perfetto(steps: Sequence[Step]) -> bytes:
@@ -35,59 +36,24 @@ def perfetto(steps: Sequence[Step]) -> bytes:
 
     Tracks of one name are shown as one, so transfers that overlap have a track each.
     """
-    from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import TrackEvent
-    from perfetto.trace_builder.proto_builder import TraceProtoBuilder
+    builder = TraceBuilder()
+    tracks: dict[tuple[int, str], int] = {}
 
-    builder = TraceProtoBuilder()
-    tracks: dict[tuple[int, str, int], int] = {}
-
-    def process(rank: int) -> int:
-        key = (rank, "", 0)
-        if key not in tracks:
-            tracks[key] = len(tracks) + 1
-            described = builder.add_packet().track_descriptor
-            described.uuid = tracks[key]
-            described.process.pid = rank + 1  # 0 is the idle process
-            described.process.process_name = f"rank {rank}"
-        return tracks[key]
-
-    def track(rank: int, name: str, lane: int) -> int:
-        key = (rank, name, lane)
-        if key not in tracks:
-            parent = process(rank)
-            tracks[key] = len(tracks) + 1
-            described = builder.add_packet().track_descriptor
-            described.uuid, described.parent_uuid, described.name = tracks[key], parent, name
-            described.sibling_order_rank = TRACKS.index(name)
-        return tracks[key]
-
-    def event(kind: Any, at_ns: int, uuid: int, span: Span | None) -> None:
-        packet = builder.add_packet()
-        packet.timestamp = at_ns
-        packet.trusted_packet_sequence_id = _SEQUENCE
-        packet.track_event.type, packet.track_event.track_uuid = kind, uuid
-        if span is not None:
-            packet.track_event.name = span.name
-            packet.track_event.categories.append(span.kind)
+    def add(rank: int, name: str, span: Span) -> None:
+        if (rank, TRACKS[0]) not in tracks:
+            process = builder.process(rank + 1, f"rank {rank}")
+            tracks.update({(rank, name): builder.track(process, name, TRACKS.index(name)) for name in TRACKS})
+        builder.add(Slice(tracks[rank, name], span.name, span.kind, begun + span.start_ns, begun + span.end_ns))
 
     begun = 0
     for step in steps:
-        # (time, order, ...): what ends goes before what begins, an outer span before its inner ones.
-        events: list[tuple[int, int, int, int, Span | None]] = []
         for rank, spans in enumerate(step.ranks):
-            whole = Span("step", f"{step.title}, {step.variant}", 0, max((s.end_ns for s in spans), default=0))
-            placed = [(track(rank, "step", 0), whole)]
-            placed += [(track(rank, "processor", 0), span) for span in spans if span.kind != TRANSFER]
-            away = lanes(span for span in spans if span.kind == TRANSFER)
-            placed += [(track(rank, "network", lane), span) for lane, span in away]
-            for uuid, span in placed:
-                length = max(span.end_ns - span.start_ns, 1)  # or it would end before it begins
-                events.append((begun + span.start_ns, 1, -length, uuid, span))
-                events.append((begun + span.start_ns + length, 0, length, uuid, None))
-        for at_ns, begins, _, uuid, shown in sorted(events, key=lambda one: one[:3]):
-            event(TrackEvent.TYPE_SLICE_BEGIN if begins else TrackEvent.TYPE_SLICE_END, at_ns, uuid, shown)
+            end_ns = max((span.end_ns for span in spans), default=0)
+            add(rank, "step", Span("step", f"{step.title}, {step.variant}", 0, end_ns))
+            for span in spans:
+                add(rank, "network" if span.kind == TRANSFER else "processor", span)
         begun += step.end_ns + PAUSE_NS
-    return bytes(builder.serialize())
+    return builder.data()
 
 
 def picture(steps: Sequence[Step], path: Path) -> None:

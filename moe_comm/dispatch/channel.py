@@ -24,8 +24,10 @@ from torch.distributed.distributed_c10d import (
 
 from moe_comm.dispatch.peers import Peers
 from moe_comm.errors import MoeCommError, PeerDied, PeerError, PeerTimeout
+from moe_comm.runtime.event_layout import Kind
+from moe_comm.runtime.events import EVENTS, moving
+from moe_comm.runtime.group_names import group_of
 from moe_comm.runtime.memory import warm_rows
-from moe_comm.runtime.meter import COMMUNICATION
 
 SLICE_S = 0.5
 LINGER_S = 10.0
@@ -104,7 +106,8 @@ class Channel:
         out = warm_rows(1, self.world * sent.numel(), torch.uint8, sent.device).view(-1)
         options = AllgatherOptions()
         options.timeout = self._backend_timeout()
-        begun = self._start(lambda: self._group._allgather_base(out, sent, options), sent.device, doing)
+        nbytes = (self.world - 1) * sent.nbytes
+        begun = self._start(lambda: self._group._allgather_base(out, sent, options), sent.device, doing, nbytes)
         shape = (self.world, *tensor.shape)
         return begun.then(lambda: out.view(-1).view(tensor.dtype).view(shape).to(tensor.device))
 
@@ -130,7 +133,10 @@ class Channel:
         options = AllToAllOptions()
         options.timeout = self._backend_timeout()
         begun = self._start(
-            lambda: self._group.alltoall_base(landing, sent, list(receive), list(send), options), sent.device, doing
+            lambda: self._group.alltoall_base(landing, sent, list(receive), list(send), options),
+            sent.device,
+            doing,
+            (sent.shape[0] - send[self.rank]) * sent.shape[1],
         )
 
         def arrived() -> Tensor:
@@ -147,7 +153,12 @@ class Channel:
         out = torch.empty(sent.shape[1:], dtype=sent.dtype, device=sent.device)
         options = ReduceScatterOptions()
         options.timeout = self._backend_timeout()
-        self._run(lambda: self._group._reduce_scatter_base(out.view(-1), sent.view(-1), options), sent.device, doing)
+        self._run(
+            lambda: self._group._reduce_scatter_base(out.view(-1), sent.view(-1), options),
+            sent.device,
+            doing,
+            (self.world - 1) * out.nbytes,
+        )
         return out.to(parts_WTD.device)
 
     def all_reduce(self, tensor: Tensor, doing: str) -> Tensor:
@@ -155,7 +166,8 @@ class Channel:
         out = tensor.to(self.wire(tensor.device)).contiguous().clone()
         options = AllreduceOptions()
         options.timeout = self._backend_timeout()
-        self._run(lambda: self._group.allreduce([out], options), out.device, doing)
+        nbytes = 2 * (self.world - 1) * out.nbytes // self.world
+        self._run(lambda: self._group.allreduce([out], options), out.device, doing, nbytes)
         return out.to(tensor.device)
 
     def rotate(self, tensor: Tensor, doing: str, step: int = 1) -> Coming:
@@ -174,11 +186,12 @@ class Channel:
         # take that for a death.
         return timedelta(seconds=self.timeout_s + LINGER_S)
 
-    def _run(self, start: Callable[[], Work], device: torch.device, doing: str) -> None:
-        self._start(start, device, doing).wait()
+    def _run(self, start: Callable[[], Work], device: torch.device, doing: str, nbytes: int) -> None:
+        self._start(start, device, doing, nbytes).wait()
 
-    def _start(self, start: Callable[[], Work], device: torch.device, doing: str) -> _Begun:
-        """The work that ``start`` begins. Waiting for it raises its errors, those of beginning it too."""
+    def _start(self, start: Callable[[], Work], device: torch.device, doing: str, nbytes: int) -> _Begun:
+        """The work that ``start`` begins, which sends ``nbytes`` to others. Waiting for it raises its errors, those of
+        beginning it too."""
         if self.failed is not None:
             raise type(self.failed)(*self.failed.args)
         self._place = place = self._place + 1
@@ -187,19 +200,21 @@ class Channel:
             work = start()
         except RuntimeError as error:
             work = error
-        return _Begun(work, lambda: self._finish(work, device, doing, place))
+        return _Begun(work, lambda: self._finish(work, device, doing, place, nbytes))
 
-    def _finish(self, work: Work | RuntimeError, device: torch.device, doing: str, place: int) -> None:
+    def _finish(self, work: Work | RuntimeError, device: torch.device, doing: str, place: int, nbytes: int) -> None:
         begun = time.monotonic()
         if self.failed is not None:
             raise type(self.failed)(*self.failed.args)
         try:
             if isinstance(work, RuntimeError):
                 raise work
+            name, group = operation(doing), group_of(self._group)
             if device.type == "cuda":
-                work.wait()  # orders streams; the backend's watchdog holds the deadline
+                with EVENTS.span(Kind.COLLECTIVE, name, group=group, nbytes=nbytes):
+                    work.wait()  # orders streams; the backend's watchdog holds the deadline
             else:
-                with COMMUNICATION:
+                with moving(Kind.COLLECTIVE, name, group=group, nbytes=nbytes):
                     self._wait(work, begun, doing, place)
         except MoeCommError:
             raise
@@ -269,6 +284,11 @@ class _Begun:
             return result()
 
         return Coming(take, lambda: isinstance(self.work, RuntimeError) or self.work.is_completed())
+
+
+def operation(doing: str) -> str:
+    """What is being done, without the call's number and the tensor's shape: one of few names."""
+    return doing.partition(" of (")[0].partition(" (")[0]
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from moe_comm.dispatch.channel import Channel, Coming
+from moe_comm.dispatch.channel import Channel, Coming, operation
 from moe_comm.dispatch.header import COLLECTIVE, Header, failure, fault_word, other_collective
 from moe_comm.dispatch.plain import added_in_order
 from moe_comm.errors import HeapError
-from moe_comm.runtime.meter import COMMUNICATION
+from moe_comm.runtime.event_layout import Kind
+from moe_comm.runtime.events import moving
+from moe_comm.runtime.group_names import group_of
 from moe_comm.runtime.shared import DTYPE_CODES, SharedGroup, block, native, warm
 
 if TYPE_CHECKING:
@@ -86,7 +88,8 @@ class SharedChannel(Channel):
         def gather(offer: tuple[Any, ...], out: int) -> None:
             self._exchange.copy(*offer, 0, tensor.nbytes, out)
 
-        done = self._share(tensor, (self.world, *tensor.shape), gather, doing) if self._takes(tensor) else None
+        shape, nbytes = (self.world, *tensor.shape), (self.world - 1) * tensor.nbytes
+        done = self._share(tensor, shape, gather, doing, nbytes) if self._takes(tensor) else None
         return super().start_all_gather(tensor, doing) if done is None else Coming.here(done)
 
     def start_all_to_all(
@@ -99,7 +102,8 @@ class SharedChannel(Channel):
             self._exchange.copy(*offer, self.rank * part, part, at)
 
         equal = len({*send, *receive}) == 1
-        done = self._share(rows, rows.shape, swap, doing) if equal and self._takes(rows) else None
+        nbytes = rows.nbytes // self.world * (self.world - 1)
+        done = self._share(rows, rows.shape, swap, doing, nbytes) if equal and self._takes(rows) else None
         if done is None:
             return super().start_all_to_all(rows, send, receive, doing, out)
         return Coming.here(done if out is None else out.copy_(done))
@@ -113,7 +117,7 @@ class SharedChannel(Channel):
             count = shape.numel()
             self._exchange.sum(*offer, self.rank * count, count, DTYPE_CODES[parts_WTD.dtype], out)
 
-        done = self._share(parts_WTD, shape, add, doing)
+        done = self._share(parts_WTD, shape, add, doing, parts_WTD.nbytes // self.world * (self.world - 1))
         if done is not None:
             return done
         ones = [1] * self.world  # with the bits that shared memory would have given
@@ -126,7 +130,9 @@ class SharedChannel(Channel):
         def add(offer: tuple[Any, ...], out: int) -> None:
             self._exchange.sum(*offer, 0, tensor.numel(), DTYPE_CODES[tensor.dtype], out)
 
-        done = self._share(tensor, tensor.shape, add if tensor.nbytes <= WHOLE_BYTES else None, doing)
+        whole = tensor.nbytes <= WHOLE_BYTES
+        nbytes = (self.world - 1) * tensor.nbytes if whole else 2 * (self.world - 1) * tensor.nbytes // self.world
+        done = self._share(tensor, tensor.shape, add if whole else None, doing, nbytes)
         return added_in_order(Channel.start_all_gather(self, tensor, doing)()) if done is None else done
 
     def adds(self, x: Tensor) -> bool:
@@ -162,10 +168,10 @@ class SharedChannel(Channel):
         header, said = self._say(num_bytes, dtype, doing, offered, fault)
         rendezvous = None
         try:
-            with COMMUNICATION:
+            with moving(Kind.COLLECTIVE, operation(doing), group=group_of(self._group), nbytes=num_bytes):
                 rendezvous = self._core.Rendezvous(self._shared.communicator, self._threads, *said)
             result = body(rendezvous)
-            with COMMUNICATION:
+            with moving(Kind.COLLECTIVE, "the end of others"):
                 rendezvous.finish()
             return result
         except self._core.HandshakeFailed as error:
@@ -178,8 +184,9 @@ class SharedChannel(Channel):
     def _takes(self, x: Tensor) -> bool:
         return self._shared is not None and self.sharing and x.device.type == "cpu" and self.failed is None
 
-    def _share(self, x: Tensor, shape: Sequence[int], run: Run | None, doing: str) -> Tensor | None:
+    def _share(self, x: Tensor, shape: Sequence[int], run: Run | None, doing: str, nbytes: int) -> Tensor | None:
         """[*shape] that ``run`` makes of the ranks' ``x``, or, without it, their sum, added up where it is offered.
+        Others read ``nbytes`` of it.
 
         None: if a rank has no room for it, all ranks learn so, and go over the backend.
         """
@@ -192,7 +199,7 @@ class SharedChannel(Channel):
             fault = error.with_traceback(None)  # which holds ``x``
         header, said = self._say(x.nbytes, x.dtype, doing, offer, fault)
         try:
-            with COMMUNICATION:
+            with moving(Kind.COLLECTIVE, operation(doing), group=group_of(self._group), nbytes=nbytes):
                 if run is not None:
                     run(said, out.data_ptr())
                     return out

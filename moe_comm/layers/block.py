@@ -28,6 +28,8 @@ from moe_comm.layers.norm import RMSNorm
 from moe_comm.layers.recompute import again_inside, run_layer, run_layer_in_steps
 from moe_comm.layers.rope import RopeTable
 from moe_comm.layers.sequence import Documents
+from moe_comm.runtime.event_layout import Kind
+from moe_comm.runtime.events import EVENTS
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +61,7 @@ class TransformerBlock(nn.Module):
     def __init__(self, config: TransformerConfig, layer: int, plan: ModelPlan) -> None:
         super().__init__()
         self.layer, self.parallel, self.recompute = layer, config.parallel_block, plan.recompute
+        self._label = f"layers.{layer}"
         self.is_moe = layer not in config.dense_layers
         self._add_parts(config, plan)
         if not plan.is_meta:
@@ -118,8 +121,9 @@ class TransformerBlock(nn.Module):
         return x_BSD + call.result()
 
     def _attended(self, y_BSD: Tensor, tokens: Tokens) -> Tensor:
-        attended_BSD: Tensor = self.attention(y_BSD, tokens.rope, tokens.documents)
-        return attended_BSD
+        with EVENTS.span(Kind.COMPUTE, "attention", layer=self._label):
+            attended_BSD: Tensor = self.attention(y_BSD, tokens.rope, tokens.documents)
+            return attended_BSD
 
     def _ffn(self, y_BSD: Tensor, tokens: Tokens) -> Tensor:
         ffn_BSD: Tensor = self.moe(y_BSD, token_index=tokens.index_BS) if self.is_moe else self.dense(y_BSD)

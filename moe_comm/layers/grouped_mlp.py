@@ -28,6 +28,7 @@ from moe_comm.kernels.activations import Activation
 from moe_comm.kernels.expert_mm import align, each_expert, expert_mm, product_into
 from moe_comm.kernels.wanted import wanted_gradients
 from moe_comm.layers.grouped_mlp_gpu import DeviceCall, grouped_mlp_on_gpu, takes
+from moe_comm.layers.recorded import recorded
 from moe_comm.runtime.memory import Alloc, warm_like, warm_rows
 
 
@@ -42,6 +43,7 @@ class _Call:
     activation: Activation
     alloc: Alloc
     keep_h: bool
+    label: str = ""
 
 
 class _GroupedMLP(torch.autograd.Function):
@@ -82,6 +84,7 @@ class _GroupedMLP(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @recorded
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         rows_RD, w13_EGD, w2_EDF, b13_EG, b2_ED, h_RG = ctx.saved_tensors
         call: _Call = ctx.call
@@ -154,6 +157,7 @@ def grouped_mlp(
     activation: Activation,
     alloc: Alloc = warm_rows,
     recompute: bool = False,
+    label: str = "",
 ) -> Tensor:
     """Each expert's MLP on its own rows: activation(rows @ w13[e].T + b13[e]) @ w2[e].T + b2[e].
 
@@ -166,6 +170,7 @@ def grouped_mlp(
         activation: [R, G] to [R, F].
         alloc: takes the output and the rows' gradient, which other ranks may read in place.
         recompute: keep only the rows for backward, at the price of one matrix product more there.
+        label: name of the layer, for the span of backward.
 
     Returns:
         [R, D]. Gradients of experts without rows are zeros. Not differentiable twice.
@@ -199,7 +204,7 @@ def grouped_mlp(
     backward = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     if b13_EG is None and b2_ED is None and takes(rows_RD, w13_EGD, w2_EDF):
         counts_E = torch.tensor(rows_per_expert, dtype=torch.int64).to(rows_RD.device, non_blocking=True)
-        on_gpu = DeviceCall(activation, alloc, backward and not recompute)
+        on_gpu = DeviceCall(activation, alloc, backward and not recompute, label)
         return grouped_mlp_on_gpu(rows_RD, w13_EGD, w2_EDF, counts_E, on_gpu)
-    call = _Call(tuple(rows_per_expert), activation, alloc, backward and not recompute)
+    call = _Call(tuple(rows_per_expert), activation, alloc, backward and not recompute, label)
     return _GroupedMLP.apply(*inputs, call)  # type: ignore[no-any-return]

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from moe_comm.kernels.activations import Activation
 from moe_comm.kernels.native import for_triton
 from moe_comm.kernels.wanted import wanted_gradients
+from moe_comm.layers.recorded import recorded
 from moe_comm.runtime.memory import Alloc, warm_like
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -37,6 +38,7 @@ class DeviceCall:
     activation: Activation
     alloc: Alloc
     keep_h: bool
+    label: str = ""
 
 
 def takes(rows_RD: Tensor, w13_EGD: Tensor, w2_EDF: Tensor) -> bool:
@@ -72,6 +74,7 @@ class _GroupedMLP(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @recorded
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         from moe_comm.kernels.triton.grouped_mm import grouped_mm_into, grouped_weight_grad_into
 

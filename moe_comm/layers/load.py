@@ -40,6 +40,27 @@ class LayerLoad:
         return int(self.load_E.max()) * self.load_E.numel() / total if total else 1.0
 
     @property
+    def least(self) -> float:
+        """Smallest load over mean load; 1 is perfect balance, and the value for no tokens at all."""
+        total = int(self.load_E.sum())
+        return int(self.load_E.min()) * self.load_E.numel() / total if total else 1.0
+
+    @property
+    def mean(self) -> float:
+        """Slots of an average expert."""
+        return int(self.load_E.sum()) / self.load_E.numel()
+
+    @property
+    def diversity(self) -> float:
+        """exp(H)/E, H the entropy in nats of how slots are spread over experts: 1 for an even spread, 1/E where one
+        expert gets everything; 1 for no tokens at all."""
+        total = int(self.load_E.sum())
+        if not total:
+            return 1.0
+        share_E = self.load_E.double() / total
+        return float(torch.special.entr(share_E).sum().exp()) / self.load_E.numel()
+
+    @property
     def dead(self) -> int:
         """Experts that no token chose."""
         return int((self.load_E == 0).sum())

@@ -27,6 +27,8 @@ from moe_comm.layers.router import Routing
 from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.experts import ExpertFlight, MLPWeights
 from moe_comm.overlap.passage import overlaps
+from moe_comm.runtime.event_layout import Kind
+from moe_comm.runtime.events import EVENTS
 
 if TYPE_CHECKING:
     from moe_comm.layers.moe import MoELayer
@@ -41,9 +43,9 @@ class SerialFlight:
 
     def compute(self, weights: MLPWeights) -> None:
         """Run the experts."""
-        sizes, alloc = self.layout.rows_per_expert, self._dispatcher.empty_rows
-        rows_RD = self.thread.to(compute_dtype(self.thread))
-        self.thread = grouped_mlp(rows_RD, sizes, *weights.tensors, weights.activation, alloc, weights.recompute)
+        sizes, alloc, label = self.layout.rows_per_expert, self._dispatcher.empty_rows, self.layout.label
+        rows_RD, again = self.thread.to(compute_dtype(self.thread)), weights.recompute
+        self.thread = grouped_mlp(rows_RD, sizes, *weights.tensors, weights.activation, alloc, again, label)
 
     def result(self) -> Tensor:
         """Bring the results back."""
@@ -97,8 +99,9 @@ class MoECall:
         layer = self.layer
         if layer.shared is not None:
             self.shared_TD = layer.shared(self.x_TD)
-        # A call of the module, for the sake of hooks on it: FSDP gathers the weights in one.
-        self.flight.thread = layer.experts(self.flight.thread, self.flight)
+        with EVENTS.span(Kind.COMPUTE, "experts", layer=layer.label):
+            # A call of the module, for the sake of hooks on it: FSDP gathers the weights in one.
+            self.flight.thread = layer.experts(self.flight.thread, self.flight)
 
     def result(self) -> Tensor:
         """[..] in the shape of ``x``: what ``MoELayer.forward`` gives."""

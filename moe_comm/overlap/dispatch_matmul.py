@@ -103,6 +103,7 @@ class _DispatchMatmul(torch.autograd.Function):
             expert_mm(aligned(outward.rows_RD[piece.rows]), w.t(), h_RG[piece.rows])
 
         follow(outward, passage.crossing, compute, lambda chunk: None)
+        passage.check(outward.rows_RD)
         ctx.save_for_backward(outward.rows_RD, w_EGD)
         return h_RG
 

@@ -273,6 +273,7 @@ class _Compute(torch.autograd.Function):
             expert_mm(act, aligned_w2(w2_EDF[e]).t(), results_RD[piece.rows], b2[e])
 
         follow(outward, passage.crossing, compute, homeward.start)
+        passage.check(rows_RD)
         state.homeward = homeward
         kept = results_RD if state.needs_dots else None
         ctx.save_for_backward(rows_RD, h_RG if call.keep_h else None, kept, w13_EGD, w2_EDF, b13_EG, b2_ED)

@@ -12,10 +12,9 @@ same payload, and the sums are taken where it takes them: the same bits, whateve
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,8 +23,10 @@ from moe_comm.dispatch.all_to_all import AllToAllDispatcher, Routes, to_slots
 from moe_comm.dispatch.autograd import dispatch_by
 from moe_comm.dispatch.base import Dispatched, Dispatcher, Layout
 from moe_comm.dispatch.channel import Coming
+from moe_comm.dispatch.checksums import Claim, claim
 from moe_comm.dispatch.handshake import describe
 from moe_comm.dispatch.header import Header
+from moe_comm.dispatch.moved import KINDS, put_layout, rows_moved, sent
 from moe_comm.dispatch.payload import bytes_per_row, pack, unpack
 from moe_comm.dispatch.sums import weighted_sum
 from moe_comm.errors import ConfigError, MoeCommError
@@ -34,8 +35,9 @@ from moe_comm.overlap.cost import DIRECTIONS, Work
 from moe_comm.overlap.crossing import Board, Crossing, Piece, travelling_rows
 from moe_comm.overlap.store import CHUNKED, TRITON
 from moe_comm.overlap.tuning import choose
+from moe_comm.runtime.events import EVENTS, Open
+from moe_comm.runtime.group_names import group_of
 from moe_comm.runtime.memory import take, warm_rows
-from moe_comm.runtime.meter import COMMUNICATION
 
 if TYPE_CHECKING:
     from moe_comm.overlap.triton.launch import TritonPassage
@@ -50,7 +52,8 @@ class Passage:
     """Where the rows of one dispatch go, and in how many chunks.
 
     opening: the handshake of the dispatch. small: one chunk, of less than is worth one: better step after step.
-    overlap: what was asked for. fused: the same for Triton kernels, if these have moved the rows.
+    overlap: what was asked for. fused: the same for Triton kernels, if these have moved the rows. claim: checksums of
+        the rows, which Triton's kernels do not check.
 
     Attributes:
         layout: as ``Dispatcher.dispatch`` gives it; its rows stand alike.
@@ -63,6 +66,7 @@ class Passage:
     small: bool
     overlap: Overlap
     fused: TritonPassage | None = None
+    claim: Claim | None = None
 
     @classmethod
     def open(
@@ -104,7 +108,9 @@ class Passage:
         row_bytes = bytes_per_row(layout.hidden, payload, layout.dtype)
         worth = travelling_rows(rows_WE, dispatcher.placement) * row_bytes // COST
         chunks = overlap.chunks_of(worth)
-        passage = cls(dispatcher, layout, header, chunks, chunks == 1 and worth < overlap.chunk_bytes, overlap)
+        small = chunks == 1 and worth < overlap.chunk_bytes
+        claimed = claim(dispatcher, x_TD, ids_TK, header)
+        passage = cls(dispatcher, layout, header, chunks, small, overlap, claim=claimed)
         if isinstance(overlap.chunks, str) and overlap.backend != TRITON:
             works = passage.works("dispatch_matmul", width)[:1]
             if width_back is not None:
@@ -151,24 +157,30 @@ class Passage:
 
     def dispatch_at_once(self, x_TD: Tensor) -> Dispatched:
         """The dispatch that was agreed on, one step, differentiable."""
-        return dispatch_by(
-            self.dispatcher, x_TD, lambda x: (self.dispatcher.send(x, self.layout, self.opening), self.layout)
-        )
+
+        def send(x_TD: Tensor) -> tuple[Tensor, Layout]:
+            rows_RD = self.dispatcher.send(x_TD, self.layout, self.opening)
+            self.check(rows_RD)
+            return rows_RD, self.layout
+
+        return dispatch_by(self.dispatcher, x_TD, send, self.layout.label)
+
+    def check(self, rows_RD: Tensor) -> None:
+        """Compare rows that have arrived with their checksums, if there are any."""
+        if self.claim is not None:
+            self.claim.check(rows_RD)
 
     def sum_at_once(self, rows_RD: Tensor, weights_TK: Tensor | None, header: Header) -> Tensor:
         """[T, D] the sum of each token's results, in one step; without autograd."""
-        with self._moving():
+        with rows_moved(self.dispatcher, header.op, self.layout.label, self.layout):
             return self.dispatcher._sum(rows_RD, weights_TK, self.layout, header)
 
     def spread_at_once(
         self, grad_TD: Tensor, results_RD: Tensor | None, weights_TK: Tensor, header: Header
     ) -> tuple[Tensor, Tensor | None]:
         """[R, D] the gradients of the results, and with ``results_RD`` [T, K] of the weights, in one step."""
-        with self._moving():
+        with rows_moved(self.dispatcher, header.op, self.layout.label, self.layout):
             return self.dispatcher._spread(grad_TD, results_RD, weights_TK, self.layout, header)
-
-    def _moving(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.dispatcher.group is None else COMMUNICATION
 
     @property
     def wide(self) -> torch.dtype:
@@ -232,10 +244,14 @@ class Outward:
         token_S = passage.routes.slot_S // layout.top_k
         packed_TX = pack(rows_TD, self._payload)
         channel, doing = passage.dispatcher.channel, describe(header)
-        self._coming = [
-            channel.start_all_to_all(take(packed_TX, token_S[chunk.leaving_S]), chunk.send, chunk.receive, doing)
-            for chunk in self._crossing.chunks
-        ]
+        self._op, self._label = header.op, layout.label
+        with _span(passage, header) as span:
+            self._coming = [
+                channel.start_all_to_all(take(packed_TX, token_S[chunk.leaving_S]), chunk.send, chunk.receive, doing)
+                for chunk in self._crossing.chunks
+            ]
+            if header.op == "dispatch":
+                put_layout(span, passage.dispatcher, layout)
         self.rows_RD = alloc(layout.num_rows)
         self.rows_RD[self._crossing.own_R] = self._unpacked(take(packed_TX, token_S[self._crossing.own_slots]))
 
@@ -245,7 +261,8 @@ class Outward:
 
     def land(self, chunk: int) -> None:
         """Wait for a chunk and put its rows into ``rows_RD``. Chunks land in order."""
-        self.rows_RD[self._crossing.chunks[chunk].arriving_R] = self._unpacked(self._coming[chunk]())
+        with EVENTS.span(KINDS[self._op], self._op, layer=self._label):
+            self.rows_RD[self._crossing.chunks[chunk].arriving_R] = self._unpacked(self._coming[chunk]())
 
     def _unpacked(self, moved_RX: Tensor) -> Tensor:
         return unpack(moved_RX, self._payload, self._width, self._dtype)
@@ -257,6 +274,7 @@ class Homeward:
     def __init__(self, passage: Passage, rows_RD: Tensor, header: Header) -> None:
         self._passage, self._rows_RD = passage, rows_RD
         self._payload, self._doing = passage.dispatcher.options.payloads.of(header.op), describe(header)
+        self._header = header
         self._coming: list[Coming] = []
         self._landing_SD: Tensor | None = None
         if not self._payload.narrows(rows_RD.dtype):  # it needs no room but that from which it is summed
@@ -279,6 +297,10 @@ class Homeward:
 
     def summed(self, weights_TK: Tensor | None) -> Tensor:
         """[T, D] the sum of each token's results, after all have been started."""
+        with _span(self._passage, self._header):
+            return self._summed(weights_TK)
+
+    def _summed(self, weights_TK: Tensor | None) -> Tensor:
         crossing, routes = self._passage.crossing, self._passage.routes
         rows_RD = self._rows_RD
         if self._landing_SD is not None:
@@ -294,6 +316,12 @@ class Homeward:
 
     def _unpacked(self, moved_SX: Tensor) -> Tensor:
         return unpack(moved_SX, self._payload, self._rows_RD.shape[1], self._rows_RD.dtype)
+
+
+def _span(passage: Passage, header: Header) -> Open:
+    layout, dispatcher = passage.layout, passage.dispatcher
+    nbytes, group = sent(dispatcher, header.op, layout), group_of(dispatcher.group)
+    return EVENTS.span(KINDS[header.op], header.op, layer=layout.label, group=group, nbytes=nbytes)
 
 
 def follow(

@@ -27,7 +27,8 @@ from torch import Tensor
 from moe_comm.kernels.row_invariant import row_invariant_mm
 from moe_comm.overlap.chunked import Arrival, Lines
 from moe_comm.overlap.store import SHARED
-from moe_comm.runtime.meter import COMMUNICATION
+from moe_comm.runtime.event_layout import Kind
+from moe_comm.runtime.events import moving
 from moe_comm.runtime.shared import DTYPE_CODES, block, native
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class SharedWay:
         offered_SD = layout.view(self._block, layout.rows_at, layout.widths[0])  # dense and aligned, as the peers' are
         yield Arrival(slice(own, own + 1), 0, x_SD.shape[0], offered_SD[None])
         while left:
-            with COMMUNICATION:
+            with moving(Kind.COLLECTIVE, "rows of others"):
                 peer = self._rendezvous.next(left)
             left.remove(peer)
             yield Arrival(slice(peer, peer + 1), 0, x_SD.shape[0], self._rows_of(peer)[None])
@@ -115,7 +116,7 @@ class SharedWay:
         def finish() -> Tensor:
             y_SN = x_WSK.new_empty(layout.rows, columns)
             at = layout.products_at(lines.ring.rank)
-            with COMMUNICATION:
+            with moving(Kind.COLLECTIVE, "products of others"):
                 self._rendezvous.add(at, y_SN.numel(), DTYPE_CODES[layout.dtype], y_SN.data_ptr())
             return y_SN
 

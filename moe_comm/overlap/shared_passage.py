@@ -29,6 +29,7 @@ from torch import Tensor
 
 from moe_comm.dispatch.autograd import dispatch_by
 from moe_comm.dispatch.base import Dispatched, Layout
+from moe_comm.dispatch.moved import put_layout, rows_moved
 from moe_comm.dispatch.native import ArrivingRows
 from moe_comm.dispatch.payload import rounded
 from moe_comm.dispatch.shared_memory import SharedMemoryDispatcher
@@ -36,7 +37,8 @@ from moe_comm.errors import ConfigError, HeapError, MoeCommError
 from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.crossing import Piece, merged, pieces_by_source, travelling_rows
 from moe_comm.overlap.passage import COST
-from moe_comm.runtime.meter import COMMUNICATION
+from moe_comm.runtime.event_layout import Kind
+from moe_comm.runtime.events import moving
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +69,9 @@ class SharedPassage:
         if not payloads.invariant:
             raise ConfigError(f"only payloads that carry their own scales overlap; this is {payloads}")
         header = dispatcher.dispatch_header(x_TD, ids_TK, label)
-        with COMMUNICATION:
+        with rows_moved(dispatcher, "dispatch", label) as span:
             arriving = dispatcher.start_dispatch(x_TD.detach(), ids_TK, header)
+            put_layout(span, dispatcher, arriving.layout)
         try:
             layout, placement = arriving.layout, dispatcher.placement
             rows_WE = np.frombuffer(layout.state.counts, np.int64).reshape(dispatcher.world, -1)
@@ -119,7 +122,7 @@ class SharedOutward:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with COMMUNICATION:
+        with self._waiting():
             self._arriving.__exit__(*error)  # type: ignore[arg-type]
 
     @classmethod
@@ -133,7 +136,7 @@ class SharedOutward:
         """
         dispatcher, layout = passage.dispatcher, passage.layout
         header = dispatcher.header("combine backward", layout, results_RD is not None)
-        with COMMUNICATION:
+        with rows_moved(dispatcher, header.op, layout.label, layout):
             arriving, grad_TK = dispatcher.start_spread(grad_TD, results_RD, weights_TK, layout, header)
         return cls(passage, arriving), grad_TK
 
@@ -144,7 +147,7 @@ class SharedOutward:
             with self:
                 return self.rows_RD, self._passage.layout
 
-        return dispatch_by(self._passage.dispatcher, x_TD, arrived)
+        return dispatch_by(self._passage.dispatcher, x_TD, arrived, self._passage.layout.label, counted=False)
 
     def follow(self, compute: Callable[[Piece], None], spare: Callable[[], bool] = lambda: False) -> None:
         """Compute all rows as they come: own ones, and ``spare``'s other work, while there is nothing else to do."""
@@ -158,7 +161,7 @@ class SharedOutward:
                 if own:
                     compute(own.popitem()[1])
                 elif not spare():
-                    with COMMUNICATION:
+                    with self._waiting():
                         arriving.next([peer for peer in left if peer not in there])
                 continue
             left = [peer for peer in left if peer not in there]
@@ -167,6 +170,9 @@ class SharedOutward:
                 compute(piece)
         for piece in own.values():
             compute(piece)
+
+    def _waiting(self) -> moving:
+        return moving(Kind.DISPATCH, "rows of others", layer=self._passage.layout.label)
 
 
 class SharedHomeward:
@@ -183,14 +189,14 @@ class SharedHomeward:
                 self._offered_RD = self._block()
         except HeapError as error:  # all ranks hear of it
             header = replace(header, fault=error.with_traceback(None))
-        with COMMUNICATION:
+        with rows_moved(dispatcher, op, layout.label, layout):
             self._leaving = dispatcher.start_sum(self._offered_RD, layout, header)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with COMMUNICATION:
+        with self._waiting():
             self._leaving.__exit__(*error)  # type: ignore[arg-type]
 
     def lead(self, compute: Callable[[Piece], None]) -> None:
@@ -207,8 +213,11 @@ class SharedHomeward:
 
     def summed(self, weights_TK: Tensor | None) -> Tensor:
         """[T, D] the sum of each token's results."""
-        with COMMUNICATION:
+        with self._waiting():
             return self._leaving.sum(weights_TK)
+
+    def _waiting(self) -> moving:
+        return moving(Kind.COMBINE, "results of others", layer=self._passage.layout.label)
 
     def _compute(self, pieces: Iterable[Piece], compute: Callable[[Piece], None]) -> None:
         for piece in pieces:

@@ -18,7 +18,9 @@ from torch.distributed import ProcessGroup
 
 from moe_comm import errors
 from moe_comm.errors import MoeCommError, PeerDied, PeerTimeout, RankMismatch
-from moe_comm.runtime.meter import COMMUNICATION
+from moe_comm.runtime.event_layout import Kind
+from moe_comm.runtime.events import moving
+from moe_comm.runtime.group_names import group_of
 
 ASK_S = 0.5
 """Seconds between two questions whether the ranks that work are done."""
@@ -174,7 +176,8 @@ def all_sum(values: Tensor, group: ProcessGroup | None) -> Tensor:
     if group is None:
         return values
     try:
-        with COMMUNICATION:
+        nbytes = 2 * (group.size() - 1) * values.nbytes // group.size()
+        with moving(Kind.COLLECTIVE, "sum of what ranks know", group=group_of(group), nbytes=nbytes):
             dist.all_reduce(values, group=group)
     except RuntimeError as error:
         kind = PeerTimeout if "timed out" in str(error).lower() else PeerDied

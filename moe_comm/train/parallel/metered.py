@@ -1,4 +1,4 @@
-"""FSDP's own collectives, counted as communication in a step's time; otherwise as torch does them."""
+"""FSDP's own collectives, recorded and counted as communication in a step's time; otherwise as torch does them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from moe_comm.runtime.meter import COMMUNICATION
+from moe_comm.runtime.event_layout import Kind
+from moe_comm.runtime.events import moving
+from moe_comm.runtime.group_names import group_of
 
 # What newer torch calls them, and warns of the older names.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -33,7 +35,8 @@ class Allocates:
 
 class _Gather(Allocates):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False) -> Any:
-        with COMMUNICATION:
+        nbytes = (group.size() - 1) * input_tensor.nbytes
+        with moving(Kind.COLLECTIVE, "gather of weights", group=group_of(group), nbytes=nbytes):
             return _gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
@@ -41,5 +44,6 @@ class _ReduceScatter(Allocates):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
-        with COMMUNICATION:
+        nbytes = (group.size() - 1) * output_tensor.nbytes
+        with moving(Kind.COLLECTIVE, "sum of gradients", group=group_of(group), nbytes=nbytes):
             return _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)

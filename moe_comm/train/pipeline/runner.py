@@ -20,12 +20,15 @@ from moe_comm.dispatch.channel import Channel
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.layers.collectives import channel_of
 from moe_comm.layers.interleave import StageInput
+from moe_comm.runtime.event_layout import Kind
+from moe_comm.runtime.events import EVENTS, moving
 from moe_comm.runtime.meter import COMMUNICATION
 from moe_comm.topology import FoldedMesh
 from moe_comm.train.pipeline.batch import Activations, MicroBatch, check_batches, device_of
 from moe_comm.train.pipeline.schedules import check_micro_batches, find_schedule
 from moe_comm.train.pipeline.stage import AfterBackward, Stage, check_output
 from moe_comm.train.pipeline.stages import StagePlan
+from moe_comm.train.pipeline.transfers import ACTIVATIONS, Transfers, between
 
 
 class Runner(Protocol):
@@ -71,11 +74,15 @@ class Accumulation:
         losses: list[Tensor] = []
         for place in range(0, len(batches), self._together):
             prepare_backward(self._module, place + self._together == len(batches))
-            found = self._losses(batches[place : place + self._together])
-            torch.autograd.backward([loss * scale for loss in found])
-            if self._after_backward is not None:
-                self._after_backward(self._module)
+            EVENTS.micro = place  # of two that are interleaved, the first
+            with EVENTS.span(Kind.COMPUTE, "forward"):
+                found = self._losses(batches[place : place + self._together])
+            with EVENTS.span(Kind.COMPUTE, "backward"):
+                torch.autograd.backward([loss * scale for loss in found])
+                if self._after_backward is not None:
+                    self._after_backward(self._module)
             losses += [loss.detach() for loss in found]
+        EVENTS.micro = 0
         return torch.stack(losses).double()
 
     def forward_only(self, batches: Sequence[MicroBatch]) -> Tensor:
@@ -183,6 +190,7 @@ class Pipeline:
         self._group: ProcessGroup = made
         self._channel: Channel = channel_of(made)
         self._built: _Built | None = None
+        self._transfers = Transfers()
         self._losses: list[Tensor] = []
         self._scale: float | Tensor = 1.0
 
@@ -212,10 +220,11 @@ class Pipeline:
                 stage.batches = batches
             # The last stage's targets are numbers of micro-batches, which ``_loss`` looks up.
             numbers = {"target": torch.arange(len(batches))} if self._holds_last else {}
-            with COMMUNICATION:  # the stages pause it while they compute
+            with COMMUNICATION, self._transfers.step():  # the stages pause it while they compute
                 built.schedule.step(**numbers, losses=[], return_outputs=False)
         for stage in built.stages:
             stage.batches = ()
+        EVENTS.micro = 0
         return self._result(len(batches))
 
     def forward_only(self, batches: Sequence[MicroBatch]) -> Tensor:
@@ -233,7 +242,7 @@ class Pipeline:
         sends: list[tuple[Any, Tensor]] = []
         kept: Tensor | None = None
         with self._explained("an evaluation over the pipeline"), torch.no_grad():
-            for batch in batches:
+            for EVENTS.micro, batch in enumerate(batches):
                 for index, module in zip(self._indices, self._modules, strict=True):
                     before = None if index == 0 else self._plan.rank_of(index - 1)
                     if before is None:
@@ -243,13 +252,19 @@ class Pipeline:
                         x = kept
                     else:
                         x = torch.empty(shape, dtype=self._activations.dtype, device=self._device)
-                        _p2p(dist.irecv, x, self._group, before).wait()
-                    kept = module(x, positions=batch.positions_BS, documents=batch.documents)
+                        peer = dist.get_global_rank(self._group, before)
+                        with moving(Kind.TRANSFER, f"receive {ACTIVATIONS}", layer=between(index - 1), peer=peer):
+                            _p2p(dist.irecv, x, self._group, before).wait()
+                    with EVENTS.span(Kind.COMPUTE, "forward", layer=f"stage {index}"):
+                        kept = module(x, positions=batch.positions_BS, documents=batch.documents)
                     check_output(kept, index, shape, self._activations.dtype)
                     if self._plan.is_last(index):
                         self._add_loss(module, kept, batch)
                     elif (after := self._plan.rank_of(index + 1)) != self._place:
                         sent = kept.contiguous()
+                        self._transfers.sent(
+                            ACTIVATIONS, between(index), dist.get_global_rank(self._group, after), sent.nbytes
+                        )
                         sends.append((_p2p(dist.isend, sent, self._group, after), sent))
             for work, _ in sends:
                 work.wait()
@@ -287,6 +302,7 @@ class Pipeline:
                 self._group,
                 self._split_backward,
                 self._after_backward,
+                self._transfers,
             )
             for index, module in zip(self._indices, self._modules, strict=True)
         ]
@@ -301,7 +317,8 @@ class Pipeline:
     def _loss(self, hidden: Tensor, number: Tensor) -> Tensor:
         assert self._built is not None
         last = self._built.stages[-1]
-        with COMMUNICATION.paused():
+        label = f"stage {self._indices[-1]}"
+        with COMMUNICATION.paused(), self._transfers.working("loss", label, int(number)):
             return self._add_loss(self._modules[-1], hidden, last.batches[int(number)])
 
     def _add_loss(self, module: Any, hidden: Tensor, batch: MicroBatch) -> Tensor:

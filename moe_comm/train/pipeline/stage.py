@@ -13,6 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 from moe_comm.errors import InputError
 from moe_comm.runtime.meter import COMMUNICATION
 from moe_comm.train.pipeline.batch import MicroBatch
+from moe_comm.train.pipeline.transfers import ACTIVATIONS, GRADIENTS, Transfers, between
 
 AfterBackward = Callable[[nn.Module], None]
 
@@ -31,6 +32,7 @@ class Stage(PipelineStage):
         split_backward: False computes the weights' gradients together with the input's even where the schedule puts
             them off.
         after_backward: called with the module whenever a micro-batch's gradients have been added to its parameters.
+        transfers: records what is sent, received and computed.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Stage(PipelineStage):
         group: ProcessGroup,
         split_backward: bool,
         after_backward: AfterBackward | None,
+        transfers: Transfers | None = None,
     ) -> None:
         super().__init__(module, index, num_stages, device, input_args=x, output_args=y, group=group)
         self.batches: Sequence[MicroBatch] = ()
@@ -52,11 +55,14 @@ class Stage(PipelineStage):
         self._whole: set[int] = set()  # micro-batches whose weight gradients have been computed already
         self._after_backward = after_backward
         self._batch: MicroBatch | None = None
+        self._transfers = transfers or Transfers()
+        self._label, self._before, self._after = f"stage {index}", between(index - 1), between(index)
 
     def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, *more: Any, **options: Any) -> Tensor:
         self._batch = self.batches[fwd_chunk_id]
         own = (self._batch.ids_BS,) if self.is_first else ()
-        with COMMUNICATION.paused():
+        taken = (ACTIVATIONS, self._before)
+        with COMMUNICATION.paused(), self._transfers.working("forward", self._label, fwd_chunk_id, *taken):
             y: Tensor = super().forward_one_chunk(fwd_chunk_id, own, {}, *more, **options)
         return y
 
@@ -76,14 +82,15 @@ class Stage(PipelineStage):
         if not full_backward and not self._split_backward:
             self._whole.add(bwd_chunk_id)
             full_backward = True
-        with COMMUNICATION.paused():
+        taken = (GRADIENTS, self._after)
+        with COMMUNICATION.paused(), self._transfers.working("backward", self._label, bwd_chunk_id, *taken):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if bwd_chunk_id in self._whole:
             self._whole.remove(bwd_chunk_id)
             return
-        with COMMUNICATION.paused():
+        with COMMUNICATION.paused(), self._transfers.working("backward of weights", self._label, bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False) -> Any:
@@ -94,6 +101,26 @@ class Stage(PipelineStage):
         if backward_type != "input" and self._after_backward is not None:
             self._after_backward(self.submod)
         return gradients, groups
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
+        ops = super().get_fwd_recv_ops(fwd_chunk_id)
+        self._transfers.receives(ACTIVATIONS, self._before, fwd_chunk_id, ops)
+        return ops
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
+        ops = super().get_bwd_recv_ops(bwd_chunk_id)
+        self._transfers.receives(GRADIENTS, self._after, bwd_chunk_id, ops)
+        return ops
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
+        ops = super().get_fwd_send_ops(fwd_chunk_id)
+        self._transfers.sends(ACTIVATIONS, self._after, fwd_chunk_id, ops)
+        return ops
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
+        ops = super().get_bwd_send_ops(bwd_chunk_id)
+        self._transfers.sends(GRADIENTS, self._before, bwd_chunk_id, ops)
+        return ops
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
         # torch before 2.13 greets the neighbour of a V's lowest stage too, which is this rank; gloo cannot.

@@ -1,0 +1,73 @@
+"""Spans of what moves rows between the ranks that share experts, and how many bytes that is."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from moe_comm.dispatch.payload import bytes_per_row
+from moe_comm.runtime.event_layout import NO_NAME, Kind
+from moe_comm.runtime.events import EVENTS, Open, moving
+from moe_comm.runtime.group_names import group_of
+
+if TYPE_CHECKING:
+    from moe_comm.dispatch.base import Dispatcher, Layout
+
+KINDS = {
+    "dispatch": Kind.DISPATCH,
+    "combine backward": Kind.DISPATCH,
+    "combine": Kind.COMBINE,
+    "dispatch backward": Kind.COMBINE,
+}
+"""Where each operation moves rows: to the experts, or home."""
+
+
+def rows_moved(
+    dispatcher: Dispatcher, op: str, label: str, layout: Layout | None = None, *, counted: bool = True
+) -> AbstractContextManager[Open]:
+    """Around ``op`` of layer ``label``; a rank alone moves nothing, and computes.
+
+    Args:
+        layout: where it is known before; else ``put_layout`` says it after.
+        counted: whether it is the group's next call: every rank enters this span for this operation.
+    """
+    kind = KINDS[op]
+    if dispatcher.group is None:
+        return EVENTS.span(Kind.COMPUTE, op, layer=label)
+    group = group_of(dispatcher.group) if counted else NO_NAME
+    return moving(kind, op, layer=label, group=group, nbytes=0 if layout is None else sent(dispatcher, op, layout))
+
+
+def put_layout(span: Open, dispatcher: Dispatcher, layout: Layout) -> None:
+    """What a dispatch turned out to be: bytes, and rows of each expert."""
+    if span.index >= 0:
+        nbytes = sent(dispatcher, "dispatch", layout) if dispatcher.group is not None else 0
+        span.put_rows(layout.rows_per_expert, nbytes)
+
+
+def sent(dispatcher: Dispatcher, op: str, layout: Layout) -> int:
+    """Bytes of the rows that this rank sends to others in ``op``, without weights and scales of groups.
+
+    0 where rows pass through other ranks or are sent to all: the collectives inside say it. Where counts stay on a
+    GPU the rank's own share is taken to be an even one.
+    """
+    if not EVENTS.enabled:
+        return 0
+    state, rank, world = layout.state, dispatcher.rank, dispatcher.world
+    slots = layout.num_tokens * layout.top_k - layout.num_dropped
+    out = KINDS[op] is Kind.DISPATCH
+    if dispatcher.name == "all_to_all":
+        own = int(state.send[rank])
+    elif dispatcher.name == "shared_memory":
+        experts, first = dispatcher.num_experts, rank * dispatcher.num_experts
+        here = dispatcher.local_experts
+        own = sum(memoryview(state.counts).cast("q")[first : first + experts][here.start : here.stop])
+    elif dispatcher.name == "peer_to_peer":
+        own = (slots if out else layout.num_rows) // world
+    else:
+        return 0
+    rows = (slots if out else layout.num_rows) - own
+    payload = dispatcher.options.payloads.of(op)
+    if not dispatcher.packs:
+        return rows * layout.hidden * layout.dtype.itemsize
+    return rows * bytes_per_row(layout.hidden, payload, layout.dtype)

@@ -1,0 +1,1 @@
+"""What a run says about itself: records, traces, diagnosis, reports; and faults on purpose. Training imports it."""

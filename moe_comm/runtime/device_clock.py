@@ -1,0 +1,114 @@
+"""When work that was queued on a GPU began and ended, on the host's clock, without ever waiting for it.
+
+    host    ──begin span──[queue work]──end span──────────────── poll ────────────── poll ──▶ span.put_device
+    stream  ...earlier work... | event a | work of the span | event b | ...           a, b done: times are known
+
+An event's time is known only as its distance to another event, in single-precision milliseconds; so distances are
+taken to a reference that is renewed all the time, and the reference is placed on the host's clock by what cannot be
+otherwise: no event is reached before it was queued, nor after it was seen to be done. An idle stream reaches an event
+at once, which places it to some microseconds; clocks that drift apart are set right by each event.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from moe_comm.runtime.events import Open
+
+MOST_PENDING = 8192
+RENEW_MS = 1000.0
+"""A reference older than this is replaced: single precision then still tells tenths of a microsecond."""
+
+
+class DeviceEvent(Protocol):
+    """As ``torch.cuda.Event(enable_timing=True)``."""
+
+    def record(self) -> Any: ...
+
+    def query(self) -> bool: ...
+
+    def elapsed_time(self, end_event: Any, /) -> float: ...
+
+
+@dataclass
+class _Queued:
+    """An event, and when the host queued it."""
+
+    event: DeviceEvent
+    queued_ns: int
+
+
+class QueuedTimes:
+    """A ``DeviceClock`` of any device that has events. Of use to one device and any number of its streams.
+
+    Args:
+        make: a fresh event. capturing: whether the current stream is being captured into a graph, where an event says
+            nothing about when.
+    """
+
+    def __init__(self, make: Callable[[], DeviceEvent], capturing: Callable[[], bool] = lambda: False) -> None:
+        self._make, self._capturing = make, capturing
+        self._free: list[DeviceEvent] = []
+        self._begun: dict[int, _Queued] = {}
+        self._pending: deque[tuple[Open, _Queued, _Queued]] = deque()
+        self._reference: DeviceEvent | None = None
+        self._reference_ns = 0.0
+        self._lock = threading.Lock()
+
+    def begun(self, span: Open) -> None:
+        if len(self._pending) + len(self._begun) < MOST_PENDING and not self._capturing():
+            self._begun[id(span)] = self._queue()
+
+    def ended(self, span: Open) -> None:
+        first = self._begun.pop(id(span), None)
+        if first is not None and not self._capturing():
+            self._pending.append((span, first, self._queue()))
+
+    def poll(self) -> None:
+        with self._lock:
+            while self._pending and self._pending[0][2].event.query():
+                seen_ns = time.monotonic_ns()
+                span, first, last = self._pending.popleft()
+                if not first.event.query():  # on another stream, which is behind
+                    self._pending.append((span, first, last))
+                    return
+                begin_ns = self._placed(first, seen_ns)
+                end_ns = begin_ns + 1e6 * first.event.elapsed_time(last.event)
+                span.put_device(round(begin_ns), round(max(begin_ns, end_ns)))
+                self._free += (event for event in (first.event, last.event) if event is not self._reference)
+
+    def _queue(self) -> _Queued:
+        try:
+            event = self._free.pop()
+        except IndexError:
+            event = self._make()
+        queued = _Queued(event, time.monotonic_ns())
+        event.record()
+        return queued
+
+    def _placed(self, one: _Queued, seen_ns: int) -> float:
+        """The host's time of an event that is done, seen so at ``seen_ns``."""
+        if self._reference is None:
+            self._reference, self._reference_ns = one.event, float(one.queued_ns)
+            return self._reference_ns
+        away_ms = self._reference.elapsed_time(one.event)
+        at_ns = self._reference_ns + 1e6 * away_ms
+        wrong_ns = max(one.queued_ns - at_ns, 0.0) + min(seen_ns - at_ns, 0.0)
+        self._reference_ns += wrong_ns
+        at_ns += wrong_ns
+        if away_ms > RENEW_MS:
+            self._free.append(self._reference)
+            self._reference, self._reference_ns = one.event, at_ns
+        return at_ns
+
+
+def cuda_times() -> QueuedTimes:
+    """For spans of this process's current CUDA device."""
+    import torch
+
+    return QueuedTimes(lambda: torch.cuda.Event(enable_timing=True), torch.cuda.is_current_stream_capturing)

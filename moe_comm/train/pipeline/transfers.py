@@ -1,0 +1,90 @@
+"""Spans of what travels between pipeline stages, as seen from the passes that torch's schedules call.
+
+    rank    [forward 0][~~~~ receive activations ~~~~][forward 1][~ receive gradients ~][backward 0][~ between passes ~]
+                        ▲ send activations: a moment
+
+A schedule does nothing between two passes but start transfers and wait for them. What a pass takes from another rank
+was awaited, if at all, right before it, so that is what the time before it is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from moe_comm.runtime.event_layout import Kind
+from moe_comm.runtime.events import EVENTS, Open
+
+ACTIVATIONS, GRADIENTS = "activations", "gradients"
+
+
+class Transfers:
+    """Of all stages that this rank has in a pipeline."""
+
+    def __init__(self) -> None:
+        self._gap: Open | None = None
+        self._expected: dict[tuple[str, str, int], int] = {}
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around everything a schedule does in a step."""
+        self._expected.clear()
+        self._open()
+        try:
+            yield
+        finally:
+            self._close()
+
+    @contextmanager
+    def working(self, name: str, layer: str, micro: int, what: str = "", between: str = "") -> Iterator[None]:
+        """Around what computes: a pass of stage ``layer``, of a micro-batch, that takes ``what`` from ``between``."""
+        EVENTS.micro = micro
+        peer = self._expected.pop((what, between, micro), -1)
+        if peer >= 0 and self._gap is not None:
+            self._gap.put(name=f"receive {what}", layer=between, peer=peer)
+        inside = self._gap is not None
+        self._close()
+        try:
+            with EVENTS.span(Kind.COMPUTE, name, layer=layer):
+                yield
+        finally:
+            if inside:
+                self._open()
+
+    def receives(self, what: str, between: str, micro: int, ops: Sequence[Any]) -> None:
+        """These transfers of torch's bring ``what``."""
+        for op in ops:
+            self._expected[what, between, micro] = op.peer
+            if self._gap is not None and self._gap.peer < 0:
+                EVENTS.micro = micro
+                self._gap.put(name=f"receive {what}", layer=between, peer=op.peer)
+
+    def sends(self, what: str, between: str, micro: int, ops: Sequence[Any]) -> None:
+        """These transfers of torch's take ``what`` away."""
+        before, EVENTS.micro = EVENTS.micro, micro
+        for op in ops:
+            self.sent(what, between, op.peer, op.tensor.nbytes)
+        EVENTS.micro = before
+
+    def sent(self, what: str, between: str, peer: int, nbytes: int) -> None:
+        """``what`` leaves for a global rank."""
+        with EVENTS.span(Kind.TRANSFER, f"send {what}", layer=between, peer=peer, nbytes=nbytes):
+            pass
+
+    def _open(self) -> None:
+        self._gap = EVENTS.span(Kind.TRANSFER, "between passes").__enter__()
+        waiting = next(iter(self._expected.items()), None)
+        if waiting is not None:  # asked for before: most likely what is waited for next
+            (what, between, _), peer = waiting
+            self._gap.put(name=f"receive {what}", layer=between, peer=peer)
+
+    def _close(self) -> None:
+        gap, self._gap = self._gap, None
+        if gap is not None:
+            gap.__exit__()
+
+
+def between(stage: int) -> str:
+    """Stage ``stage`` and the next, as spans name what travels between them."""
+    return f"stages {stage}-{stage + 1}"

@@ -1,0 +1,149 @@
+"""The lines that a rank writes of its steps, and its last spans at a fault."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from moe_comm.observe.rank_log import RankLog, StepParts, cut_after, dump, wall_minus_monotonic
+from moe_comm.observe.records import RANKS, SPANS, RankStep, SpanLine, read_folder, read_lines
+from moe_comm.runtime.event_layout import Kind, region_bytes
+from moe_comm.runtime.events import Recorder
+
+PARTS = StepParts(100.0, 1.0, 0.5, 0.3, 0.1, 0.05, 4096)
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    found = Recorder(256)
+    found.attach(memoryview(bytearray(region_bytes(256))), 3, 256)
+    return found
+
+
+def steps(log: RankLog, recorder: Recorder, first: int, last: int) -> None:
+    pair = recorder.group((1, 3))
+    for step in range(first, last + 1):
+        log.begin(step)
+        recorder.at(step)
+        with recorder.span(Kind.DISPATCH, "dispatch", layer="layers.0", group=pair) as span:
+            span.put_rows([step, 1], 10 * step)
+        with recorder.span(Kind.TRANSFER, "send activations", peer=7, nbytes=5):
+            pass
+        log.end(step, PARTS)
+        with recorder.span(Kind.CHECKPOINT, "save"):
+            pass
+
+
+def test_each_step_is_a_line_with_its_waits_and_bytes(tmp_path: Path, recorder: Recorder) -> None:
+    with recorder.span(Kind.COLLECTIVE, "before the first step", nbytes=10**6):
+        pass
+    log = RankLog(tmp_path, 3, recorder=recorder)
+    steps(log, recorder, 1, 3)
+    log.close()
+    found = list(read_folder(tmp_path / RANKS, RankStep))
+    assert [line.step for line in found] == [1, 2, 3]
+    for line in found:
+        assert (line.rank, line.total, line.compute, line.memory_bytes) == (3, 1.0, 0.5, 4096)
+        assert line.sent == {"dispatch": 10 * line.step, "transfer": 5}
+        assert line.peers == {"1": 10 * line.step, "7": 5}, "what goes to a group of two goes to the other"
+        assert line.rows == line.step + 1
+        assert line.waits.keys() == {"dispatch", "transfer"} and all(0 < wait < 1 for wait in line.waits.values())
+    assert list(read_folder(tmp_path / SPANS, SpanLine)) == []
+
+
+def test_spans_are_written_of_some_steps_with_what_follows_them(tmp_path: Path, recorder: Recorder) -> None:
+    before = time.time_ns()
+    log = RankLog(tmp_path, 3, every=2, skew_ns=77, recorder=recorder)
+    steps(log, recorder, 1, 4)
+    log.close()
+    found = list(read_folder(tmp_path / SPANS, SpanLine))
+    assert [(line.step, line.name) for line in found] == [
+        (step, name) for step in (2, 4) for name in ("dispatch", "send activations", "save")
+    ]
+    assert found[0] == SpanLine(
+        3,
+        "dispatch",
+        "dispatch",
+        found[0].begin_ns,
+        found[0].end_ns,
+        2,
+        layer="layers.0",
+        group=[1, 3],
+        call=2,
+        nbytes=20,
+        rows=[2, 1],
+        skew_ns=77,
+    )
+    assert all(before - 10**6 <= line.begin_ns <= line.end_ns <= time.time_ns() + 10**6 for line in found)
+
+
+def test_where_there_is_a_gpu_spans_are_written_when_its_times_are_known(tmp_path: Path, recorder: Recorder) -> None:
+    class Device:
+        polled = 0
+
+        def begun(self, span: object) -> None: ...
+
+        def ended(self, span: object) -> None: ...
+
+        def poll(self) -> None:
+            Device.polled += 1
+
+    recorder.device = Device()
+    log = RankLog(tmp_path, 3, every=2, recorder=recorder)
+    steps(log, recorder, 1, 2)
+    log.begin(3)
+    path = tmp_path / SPANS / "rank-00003.jsonl"
+    assert not path.exists()
+    recorder.at(3)
+    log.end(3, PARTS)
+    assert len(list(read_lines(path, SpanLine))) == 3
+    log.close()
+
+
+def test_a_run_that_goes_on_writes_no_step_twice(tmp_path: Path, recorder: Recorder) -> None:
+    first = RankLog(tmp_path, 3, every=1, recorder=recorder)
+    steps(first, recorder, 1, 6)
+    first.close()
+    again = RankLog(tmp_path, 3, done=4, every=1, recorder=recorder)
+    steps(again, recorder, 5, 7)
+    again.close()
+    assert [line.step for line in read_folder(tmp_path / RANKS, RankStep)] == [1, 2, 3, 4, 5, 6, 7]
+    spans = [line.step for line in read_folder(tmp_path / SPANS, SpanLine)]
+    assert spans == [step for step in range(1, 8) for _ in range(3)]
+
+
+def test_a_line_that_was_cut_off_goes_with_those_after_it(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"step":1,"rank":0}\n[]\n{"step":3}\n{"step":2,"ra')
+    cut_after(path, 2)
+    assert path.read_text() == '{"step":1,"rank":0}\n'
+    cut_after(tmp_path / "missing.jsonl", 2)
+    assert not (tmp_path / "missing.jsonl").exists()
+
+
+def test_a_dump_has_the_reason_and_what_is_open_first(tmp_path: Path, recorder: Recorder) -> None:
+    recorder.at(57)
+    with recorder.span(Kind.STEP, "step"):
+        for n in range(10):
+            with recorder.span(Kind.COMPUTE, f"done {n}"):
+                pass
+        recorder.span(Kind.COMBINE, "combine", layer="layers.2", group=recorder.group((3, 4))).__enter__()
+        path = dump(tmp_path, "rank 4 does not answer", recorder.region, last=6)
+    assert path == tmp_path / "dumps" / "step-00000057" / "rank-00003.jsonl"
+    why, *lines = read_lines(path, SpanLine)
+    assert (why.kind, why.name, why.step) == ("mark", "rank 4 does not answer", 57)
+    assert [line.name for line in lines] == ["combine", "done 5", "done 6", "done 7", "done 8", "done 9"]
+    assert (lines[0].end_ns, lines[0].layer, lines[0].group) == (0, "layers.2", [3, 4])
+    shift = wall_minus_monotonic()
+    assert abs(why.begin_ns - shift - time.monotonic_ns()) < 60 * 10**9
+    dump(tmp_path, "again", recorder.region, last=2)
+    assert [json.loads(line)["name"] for line in path.read_text().splitlines()][7] == "again"
+
+
+def test_a_dump_that_cannot_be_written_says_so_and_raises_nothing(tmp_path: Path, recorder: Recorder) -> None:
+    (tmp_path / "dumps").write_text("a file where the folder should be")
+    assert dump(tmp_path, "no room", recorder.region) is None
+    assert dump(tmp_path, "no region", memoryview(bytearray(10))) is None

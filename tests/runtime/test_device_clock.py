@@ -1,0 +1,169 @@
+"""Times of work on a device that runs behind the host, taken without a wait: against a device made of numbers."""
+
+from __future__ import annotations
+
+import time
+from typing import Self
+
+import pytest
+
+from moe_comm.runtime import device_clock
+from moe_comm.runtime.device_clock import QueuedTimes
+from moe_comm.runtime.event_layout import Kind, Span, region_bytes
+from moe_comm.runtime.event_reader import read_spans
+from moe_comm.runtime.events import Recorder
+
+
+class Device:
+    """One stream: what is queued runs when it comes, after what was queued before. Time stands unless told to go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_ns = 10**12
+        self.free_at = 0
+        self.waits = 0
+        self.made = 0
+        monkeypatch.setattr(time, "monotonic_ns", lambda: self.now_ns)
+
+    def work(self, ns: int) -> None:
+        self.free_at = max(self.free_at, self.now_ns) + ns
+
+    def make(self) -> Event:
+        self.made += 1
+        return Event(self)
+
+
+class Event:
+    def __init__(self, device: Device) -> None:
+        self.device, self.at = device, -1
+
+    def record(self) -> None:
+        self.at = max(self.device.free_at, self.device.now_ns)
+
+    def query(self) -> bool:
+        return 0 <= self.at <= self.device.now_ns
+
+    def elapsed_time(self, end: Self) -> float:
+        assert self.query() and end.query(), "asked for the time of an event that is not done"
+        return (end.at - self.at) * 1e-6
+
+    def synchronize(self) -> None:
+        raise AssertionError("the host waited")
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    return Device(monkeypatch)
+
+
+def recorder(device: Device, **options: object) -> Recorder:
+    found = Recorder(256)
+    found.attach(memoryview(bytearray(region_bytes(256))), 0, 256)
+    found.device = QueuedTimes(device.make, **options)  # type: ignore[arg-type]
+    return found
+
+
+def times(found: Recorder) -> dict[str, tuple[int, int]]:
+    return {span.name: span.device_ns for span in read_spans(found.region)}
+
+
+def test_a_span_gets_the_times_of_the_work_that_it_queued(device: Device) -> None:
+    events = recorder(device)
+    began = device.now_ns
+    with events.span(Kind.COMPUTE, "first"):
+        device.work(3_000_000)
+        device.now_ns += 10_000
+    with events.span(Kind.DISPATCH, "second"):
+        device.work(500_000)
+        device.now_ns += 10_000
+    events.at(2)
+    assert times(events) == {"first": (0, 0), "second": (0, 0)}, "the device has not got there"
+    device.now_ns += 3_200_000
+    events.at(3)
+    assert times(events) == {"first": (began, began + 3_000_000), "second": (0, 0)}
+    device.now_ns += 10**6
+    events.at(4)
+    assert times(events)["second"] == (began + 3_000_000, began + 3_500_000)
+    spans: list[Span] = read_spans(events.region)
+    assert spans[0].end_ns - spans[0].begin_ns == 10_000, "the host's times stay"
+
+
+def test_spans_that_queue_nothing_take_no_events(device: Device) -> None:
+    events = recorder(device)
+    for kind in (Kind.DATA, Kind.CHECKPOINT, Kind.PAUSE, Kind.MARK):
+        with events.span(kind, "on the host"):
+            pass
+    assert device.made == 0
+
+
+def test_events_are_used_again(device: Device) -> None:
+    events = recorder(device)
+    for step in range(200):
+        events.at(step)
+        with events.span(Kind.COMPUTE, "work"):
+            device.work(1000)
+            device.now_ns += 5000
+    assert device.made <= 6
+
+
+def test_a_clock_that_drifts_is_set_right_by_what_cannot_be(device: Device) -> None:
+    """The device's clock is 1% slow: events seem to be earlier than they were queued, and are moved."""
+
+    class Slow(Event):
+        def elapsed_time(self, end: Self) -> float:
+            return 0.99 * super().elapsed_time(end)
+
+    events = recorder(device)
+    events.device = QueuedTimes(lambda: Slow(device))
+    for step in range(50):
+        device.now_ns += 10**8
+        events.at(step)
+        began = device.now_ns
+        with events.span(Kind.COMPUTE, f"work {step}"):
+            device.work(1000)
+        device.now_ns += 10**6
+        events.at(step)
+        assert times(events)[f"work {step}"][0] == pytest.approx(began, abs=100_000)
+
+
+def test_a_reference_is_renewed_before_single_precision_gets_coarse(device: Device) -> None:
+    asked: list[float] = []
+
+    class Asked(Event):
+        def elapsed_time(self, end: Self) -> float:
+            asked.append(super().elapsed_time(end))
+            return asked[-1]
+
+    events = recorder(device)
+    events.device = QueuedTimes(lambda: Asked(device))
+    for step in range(100):
+        with events.span(Kind.COMPUTE, "work"):
+            device.work(1000)
+        device.now_ns += 300_000_000
+        events.at(step)
+    assert max(asked) < device_clock.RENEW_MS + 301
+
+
+def test_nothing_is_recorded_while_a_graph_is_captured(device: Device) -> None:
+    capturing = [True]
+    events = recorder(device, capturing=lambda: capturing[0])
+    with events.span(Kind.COMPUTE, "captured"):
+        pass
+    with events.span(Kind.COMPUTE, "half"):
+        capturing[0] = False
+    assert device.made == 0
+    with events.span(Kind.COMPUTE, "not"):
+        pass
+    events.at(1)
+    assert [bool(end) for _, end in times(events).values()] == [False, False, True]
+
+
+def test_a_device_that_never_answers_costs_a_fixed_number_of_events(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_clock, "MOST_PENDING", 10)
+    events = recorder(device)
+    device.work(10**15)
+    for _ in range(100):
+        with events.span(Kind.COMPUTE, "work"):
+            pass
+    assert device.made <= 22
