@@ -1,0 +1,450 @@
+"""Ranks that watch each other: who died, who is stuck, and who only waits for them.
+
+    with watching(WatchOptions(), "runs/mine/faults") as watch:     # collective
+        for step in range(1, steps + 1):
+            with watch.step(step):
+                ...                                                 # EVENTS spans say what waits for whom
+
+A thread in every rank says that the process lives and looks at the others of its host: at the end of a process, at
+once; at one that is stopped, whose interpreter's lock is held, or whose main thread shows no progress while others wait
+for it, when its patience has passed. Hosts look at each other through the process group's store. Then every rank writes
+the same report to a file: who waited for whom, in which operation, layer, micro-batch and step, the Python stacks of
+the culprits, and everyone's last events.
+
+Patience is ``stuck_s``, or ten times the longest pause that the rank has made in a step so far, if that is more; before
+its first step has ended and between steps, where ranks compile, evaluate, save and export, it is ``start_s``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from torch.distributed import PrefixStore, Store
+from torch.distributed.distributed_c10d import _get_default_store  # no public way to it
+
+from moe_comm.errors import ConfigError, MoeCommError, PeerError
+from moe_comm.runtime.board import Board, Phase, Texts, group_texts
+from moe_comm.runtime.event_layout import ACTIVE_AT, BEAT_AT, LONG, RECORDS
+from moe_comm.runtime.event_reader import read_open, read_spans
+from moe_comm.runtime.events import EVENTS
+from moe_comm.runtime.watch_graph import PATIENT_KINDS, View, analyse
+from moe_comm.runtime.watch_hosts import HostBeats
+from moe_comm.runtime.watch_report import LAST_EVENTS, Fault, describe, fault_to_json, last_events
+from moe_comm.runtime.watch_views import Viewer, doing
+
+ENDED_BY_WATCH = 75
+"""Exit code of a rank that ended itself because its main thread did not come out of a wait for a culprit."""
+POLL_S = 0.1
+EARLY = 0.9
+"""Part of ``stuck_s`` after which a rank is taken to be stuck, so that within the whole of it all know."""
+PAUSES = 10
+LOOK_S = 0.2
+FRESH_S = 1.0
+"""A rank whose watcher has not run for longer does not speak for its host."""
+AWAY_S = 1.0
+"""A watcher that was itself not run for so long has no right to judge what was before."""
+STACKS_S = 0.3
+SETTLE_S = 2.0
+ACKNOWLEDGE_S = 1.0
+OUT_S = 5.0
+_LOST = re.compile(
+    "closed by peer|reset by peer|read error|write error|broken pipe|connection|gloo|nccl", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True)
+class WatchOptions:
+    """stuck_s: seconds within which a stuck rank is noticed. start_s: the same before its first step has ended and
+    between steps. end: kill it then, so that the others' waits end. records: spans that each rank's ring holds."""
+
+    stuck_s: float = 5.0
+    start_s: float = 300.0
+    end: bool = True
+    records: int = RECORDS
+
+    def __post_init__(self) -> None:
+        for name in ("stuck_s", "start_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name} must be a positive number of seconds; got {value}")
+
+
+class Watcher:
+    """This rank's watcher; a context manager. ``meet`` makes it.
+
+    on_fault: called on every rank, on the watcher's thread, when something was noticed; before a culprit is ended.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        options: WatchOptions,
+        folder: Path,
+        on_fault: Sequence[Callable[[Fault], None]] = (),
+        store: PrefixStore | None = None,
+    ) -> None:
+        self.board, self.options = board, options
+        self.fault: Fault | None = None
+        self._folder, self._on_fault = folder, tuple(on_fault)
+        self._since = self._turned = time.monotonic_ns()
+        self._phase, self._steps, self._step = Phase.STARTING, 0, 0
+        self._pause = self._first_pause = self._longest = 0.0
+        self._seen, self._over, self._over_ns = 0, False, 0
+        self._reported: dict[int, tuple[str, int]] = {}
+        self._look_ns = 0
+        self._told = threading.Event()
+        self._done = False
+        self._hosts: HostBeats | None = None
+        self._remote_seen: dict[int, str] = {}
+        self._suspected_ns = 0
+        self._viewer = Viewer(board, EARLY * options.stuck_s, options.start_s, self._since)
+        self._own = board.region(board.rank)
+        EVENTS.attach(self._own, board.rank, board.records)
+        board.say(self._phase, options.start_s)
+        if store is not None:
+            number = next(n for n, ranks in enumerate(board.hosts) if board.rank in ranks)
+            self._hosts = HostBeats(store, number, board.hosts, self._views, self._leads, options.stuck_s)
+        self._thread = threading.Thread(target=self._run, name="moe_comm-watch", daemon=True)
+
+    @classmethod
+    def meet(
+        cls,
+        options: WatchOptions,
+        folder: str | Path,
+        on_fault: Sequence[Callable[[Fault], None]] = (),
+        *,
+        texts: Texts = group_texts,
+        host: str | None = None,
+    ) -> Self:
+        """Set up on all ranks of the default process group, and start. Collective.
+
+        Args:
+            folder: where reports go; made when there is one.
+            host: which ranks share a board; None: those that see each other's processes.
+
+        Raises:
+            HeapError: on every rank, where some rank cannot share memory with its neighbours.
+        """
+        import torch.distributed as dist
+
+        board = Board.meet(dist.get_rank(), texts, records=options.records, host=host)
+        store: PrefixStore | None = None
+        if len(board.hosts) > 1:
+            session = texts(os.urandom(8).hex())[0]
+            store = PrefixStore(f"moe_comm/watch/{session}", _own_store())
+            for number, ranks in enumerate(board.hosts):
+                if board.rank == ranks[0]:
+                    HostBeats.announce(store, number)
+        watcher = cls(board, options, Path(folder), on_fault, store)
+        texts("")  # nobody looks before all record on their boards
+        watcher.start()
+        return watcher
+
+    def start(self) -> None:
+        self._since = self._viewer.since_ns = time.monotonic_ns()
+        self._thread.start()
+        if self._hosts is not None:
+            self._hosts.start()
+
+    @contextlib.contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Around a training step, whichever the loop."""
+        self.begin_step(step)
+        EVENTS.at(step)
+        yield
+        self.end_step()
+
+    def begin_step(self, step: int) -> None:
+        """From now on others may lose patience with this rank."""
+        self._step, self._pause = step, 0.0
+        if self._steps:
+            self._phase = Phase.STEP
+            self.board.say(self._phase, self.patience_s)
+
+    def end_step(self) -> None:
+        """What comes until the next step may take long."""
+        if self._steps:
+            self._longest = max(self._longest, self._pause)
+        else:
+            self._first_pause = self._pause  # kernels are compiled in it: it counts only while there is no other
+        self._steps += 1
+        self._phase = Phase.BETWEEN
+        self.board.say(self._phase, self.options.start_s)
+
+    @property
+    def patience_s(self) -> float:
+        """How long this rank may show no progress in a step while others wait for it."""
+        longest = self._longest if self._steps > 1 else self._first_pause
+        return max(EARLY * self.options.stuck_s, PAUSES * longest)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave. With an error that another rank has given this one, wait a moment for the report about it."""
+        if self._done:
+            return
+        if isinstance(error, Exception):
+            words = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+            if isinstance(error, PeerError) or (not isinstance(error, MoeCommError) and _LOST.search(str(error))):
+                self.board.leave(Phase.CAUGHT, f"in {self._last_wait()} {words}")
+                self.board.wake()
+                self._told.wait(SETTLE_S)
+            else:
+                self.board.leave(Phase.FAILED, words)
+        else:
+            self.board.leave(Phase.LEFT)
+        self._done = True
+        self.board.wake()
+        self._thread.join(SETTLE_S)
+        if self.board.page(self.board.rank).phase == Phase.CAUGHT:
+            self.board.leave(Phase.LEFT)
+        if self._hosts is not None:
+            self._hosts.close()
+        if not self._thread.is_alive():
+            self.board.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._done:
+            return
+        self.close(error)
+        if self.fault is None or not isinstance(error, Exception):
+            return
+        hint = f"Noticed: {self.fault.what}; report: {self.fault.path}"
+        if isinstance(error, PeerError) and len(error.args) == 1:
+            error.args = (f"{error.args[0]} {hint}",)
+        else:
+            error.add_note(hint)
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        failures = 0
+        while not self._done and failures < 3:
+            self.board.wait(POLL_S)
+            try:
+                self._turn(time.monotonic_ns())
+            except Exception:
+                failures += 1
+                print(f"rank {self.board.rank}: watching failed\n{traceback.format_exc()}", file=sys.stderr)
+        if failures:
+            self.board.leave(Phase.LEFT)
+
+    def _turn(self, now: int) -> None:
+        if now - self._turned > AWAY_S * 1e9:
+            self._since = self._viewer.since_ns = now
+        self._turned = now
+        LONG.pack_into(self._own, BEAT_AT, now)
+        self._own_pause(now)
+        if self._hosts is not None:
+            self._hear(self._hosts)
+        if self.board.sequence > self._seen:
+            self._take(self.board.sequence)
+        elif not self._over and now >= self._look_ns and self._leads() and self._is_odd(now):
+            self._look_ns = now + int(LOOK_S * 1e9)
+            self._judge(now)
+        if self._over and self.options.end:
+            self._come_out(now)
+
+    def _own_pause(self, now: int) -> None:
+        """The longest time in this step that this rank has shown no progress through its own doing."""
+        pause = (now - max(LONG.unpack_from(self._own, ACTIVE_AT)[0], self._since)) / 1e9
+        if pause > max(self._pause, 2 * POLL_S) and self._phase != Phase.BETWEEN:
+            kinds = {span.kind for span in read_open(self._own) if not span.thread}
+            if not any(kind.moves or kind in PATIENT_KINDS for kind in kinds):
+                self._pause = pause
+
+    def _is_odd(self, now: int) -> bool:
+        """A quick look whether there may be something to judge."""
+        if self._hosts is not None and self._hosts.is_odd():
+            return True
+        for rank in self.board.here:
+            page = self.board.page(rank)
+            if page.phase in (Phase.LEFT, Phase.CAUGHT):
+                continue
+            beat = LONG.unpack_from(self.board.region(rank), BEAT_AT)[0]
+            silent = self._viewer.silent_s(rank, now)
+            unbeaten = now - max(beat, self._since)
+            patience = min(page.patience_s, self.options.stuck_s * EARLY if unbeaten > FRESH_S * 1e9 else math.inf)
+            if self.board.ended(rank) or page.phase == Phase.FAILED or silent >= patience:
+                return True
+        return False
+
+    def _leads(self) -> bool:
+        """Whether this rank speaks for its host: the first one that can."""
+        for rank in self.board.here:
+            if rank == self.board.rank:
+                return True
+            beat = LONG.unpack_from(self.board.region(rank), BEAT_AT)[0]
+            fresh = time.monotonic_ns() - beat < FRESH_S * 1e9
+            if fresh and not self.board.ended(rank) and self.board.page(rank).phase not in (Phase.LEFT, Phase.FAILED):
+                return False
+        return False
+
+    def _views(self) -> list[View]:
+        """All ranks of this host."""
+        return [self._viewer.view(rank, time.monotonic_ns()) for rank in self.board.here]
+
+    def _judge(self, now: int) -> None:
+        """As the one that speaks for this host: who is to blame, if anybody; tell all."""
+        views = self._views()
+        if self._hosts is not None:
+            views += self._hosts.others()
+        verdict = analyse(views)
+        if verdict is None:
+            return
+        here = [rank for rank in verdict.ranks if rank in self.board.here]
+        if not here:  # its own host speaks first, if it can
+            self._suspected_ns = self._suspected_ns or now
+            if now - self._suspected_ns < FRESH_S * 1e9:
+                return
+        active = {rank: (verdict.kind, LONG.unpack_from(self.board.region(rank), ACTIVE_AT)[0]) for rank in here}
+        if here and all(self._reported.get(rank) == active[rank] for rank in here):
+            return
+        self._reported |= active
+        end = self.options.end and verdict.kind == "stuck"
+        end = end and not any(view.fate == "left" for view in views if view.rank in verdict.ranks)
+        stacks = {}
+        if verdict.kind == "stuck":
+            stacks = {rank: self.board.stacks(rank, STACKS_S, resume=end) for rank in here}
+        # Of ranks that wait for each other, one is enough to let the others go.
+        ring = all(rank in verdict.edges for rank in verdict.ranks)
+        victims = verdict.ranks[:1] if ring else verdict.ranks
+        starved = self._viewer.starved_s.get(verdict.ranks[0], 0.0) if verdict.kind == "stuck" else 0.0
+        fault = Fault(
+            kind=verdict.kind,
+            ranks=verdict.ranks,
+            what=verdict.what,
+            step=verdict.step,
+            action="stop" if end or verdict.kind != "stuck" else "none",
+            healthy_ns=now - int((verdict.silent_s + starved) * 1e9),
+            report=describe(verdict, views, stacks) + self._own_events(now),
+        )
+        self._tell(fault, victims if end else ())
+
+    def _tell(self, fault: Fault, victims: Sequence[int]) -> None:
+        notice = fault_to_json(fault, speaker=self.board.rank, victims=list(victims))
+        if self._hosts is not None:
+            self._hosts.tell(notice)
+        self._take(self.board.post(notice))
+        self.board.wake()
+
+    def _hear(self, hosts: HostBeats) -> None:
+        """Pass on what another host has told, unless this one knows already."""
+        for number, notice in hosts.notices().items():
+            if self._remote_seen.get(number) == notice or not self._leads():
+                continue
+            self._remote_seen[number] = notice
+            told = json.loads(notice)
+            if self._over or (self.fault is not None and tuple(told["ranks"]) == self.fault.ranks):
+                continue
+            told |= {"report": told["report"] + self._own_events(time.monotonic_ns()), "healthy_ns": 0}
+            self.board.post(json.dumps(told))
+
+    def _last_wait(self) -> str:
+        """What this rank's main thread was in when another rank's end let it go."""
+        now = time.monotonic_ns()
+        spans = [span for span in read_spans(self._own, LAST_EVENTS) if span.kind.moves and not span.thread]
+        return f"{doing(spans[-1], now)}:" if spans else ""
+
+    def _own_events(self, now: int) -> str:
+        """The last events of all ranks of this host."""
+        return last_events({rank: read_spans(self.board.region(rank), LAST_EVENTS) for rank in self.board.here}, now)
+
+    def _take(self, number: int) -> None:
+        """This rank learns of the newest notice."""
+        self.board.acknowledge(number)
+        self._seen = number
+        told: dict[str, Any] = json.loads(self.board.notice())
+        speaker, victims = told.pop("speaker"), told.pop("victims")
+        path = self._folder / f"rank-{self.board.rank:05d}-step{told['step']}.txt"
+        told |= {"ranks": tuple(told["ranks"]), "path": str(path), "noticed_s": math.nan}
+        fault = Fault(**{**told, "speaks": speaker == self.board.rank})
+        self.fault = fault
+        self._over, self._over_ns = fault.action == "stop", time.monotonic_ns()
+        with contextlib.suppress(OSError):  # a full disk must not keep anyone from ending
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(fault.report)
+        if fault.speaks:
+            noticed = (self._all_know(number, fault) - fault.healthy_ns) / 1e9
+            self.fault = fault = replace(fault, noticed_s=noticed)
+            print(f"{fault.what} (noticed after {noticed:.2f} s); report: {path}", file=sys.stderr, flush=True)
+        for call in self._on_fault:
+            try:
+                call(fault)
+            except Exception:
+                print(f"rank {self.board.rank}: {traceback.format_exc()}", file=sys.stderr)
+        self._told.set()
+        here = [rank for rank in victims if rank in self.board.here]
+        if here and self._ends(here, speaker):
+            self._all_know(number, fault)
+            for rank in here:
+                self.board.kill(rank)
+
+    def _ends(self, victims: Sequence[int], speaker: int) -> bool:
+        """Whether this rank is the one to end ``victims``: the speaker, or who speaks for a host without it."""
+        return self.board.rank == speaker if speaker in self.board.here else self._leads()
+
+    def _all_know(self, number: int, fault: Fault) -> int:
+        """When the last of this host's ranks that can came to know of a notice; waits for them a moment."""
+        end = time.monotonic() + ACKNOWLEDGE_S
+        latest = time.monotonic_ns()
+        waiting = [rank for rank in self.board.here if rank not in fault.ranks and rank != self.board.rank]
+        while waiting and time.monotonic() < end:
+            for rank in list(waiting):
+                page = self.board.page(rank)
+                if page.acknowledged >= number:
+                    latest = max(latest, page.ack_ns)
+                if page.acknowledged >= number or page.phase == Phase.LEFT or self.board.ended(rank):
+                    waiting.remove(rank)
+            if waiting:
+                self.board.wait(0.01)
+        return latest
+
+    def _come_out(self, now: int) -> None:
+        """End this process if its main thread still waits for a rank that will not come."""
+        if self.board.page(self.board.rank).phase >= Phase.LEFT:
+            return
+        silent = (now - max(LONG.unpack_from(self._own, ACTIVE_AT)[0], self._over_ns)) / 1e9
+        waits = any(span.kind.moves for span in read_open(self._own) if not span.thread) if silent > OUT_S else False
+        if silent > (OUT_S if waits else max(OUT_S, self.board.page(self.board.rank).patience_s)):
+            reason = self.fault.what if self.fault is not None else "another rank is gone"
+            print(f"rank {self.board.rank} ends itself after waiting {silent:.1f} s in vain: {reason}", file=sys.stderr)
+            sys.stderr.flush()
+            os._exit(ENDED_BY_WATCH)
+
+
+def _own_store() -> Store:
+    """A connection of its own to the store of the default process group: calls on one wait for each other."""
+    store: Any = _get_default_store()
+    found: Store = store.clone() if hasattr(store, "clone") else store
+    return found
+
+
+def watching(
+    options: WatchOptions | None = None,
+    folder: str | Path = "faults",
+    on_fault: Sequence[Callable[[Fault], None]] = (),
+) -> Watcher:
+    """Watch the ranks of the default process group: ``with watching(...) as watch``. Collective.
+
+    Raises:
+        HeapError: on every rank, where some rank cannot share memory with its neighbours.
+    """
+    return Watcher.meet(options or WatchOptions(), folder, on_fault)

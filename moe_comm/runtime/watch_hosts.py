@@ -1,0 +1,157 @@
+"""Hosts that watch each other: one rank of each tells its host's state in the group's store and reads the others'.
+
+    host 0, its lead ──set──▶ store  moe_comm/watch/<session>/0 = {"beat": ..., "views": [...], "notice": ...}
+    host 1, its lead ──set──▶        moe_comm/watch/<session>/1
+              all ◀──multi_get──     those of the other hosts
+
+It goes over a connection of its own on a thread of its own: the main thread may wait in the store for minutes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from torch.distributed import Store
+
+from moe_comm.runtime.watch_graph import View
+from moe_comm.runtime.watch_report import views_from_json, views_to_json
+
+PERIOD_S = 0.25
+FREE_HOSTS = 16
+"""With more, the period grows with their number: each reads what all others say."""
+
+
+@dataclass
+class _Host:
+    beat: int
+    changed_s: float
+    views: list[View]
+    notice: str = ""
+
+    @property
+    def is_odd(self) -> bool:
+        return any(view.fate in ("ended", "failed") for view in self.views)
+
+    @property
+    def has_left(self) -> bool:
+        return all(view.fate in ("left", "failed", "caught") for view in self.views)
+
+
+class HostBeats:
+    """This host among the others.
+
+    number: which host this is, from 0. first: a rank of each host. views: of this host's ranks. leads: whether this
+    rank speaks for its host now. gone_s: a host without beats for this long is gone.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        number: int,
+        hosts: Sequence[Sequence[int]],
+        views: Callable[[], list[View]],
+        leads: Callable[[], bool],
+        gone_s: float,
+    ) -> None:
+        self._store = store
+        self._number, self._hosts = number, hosts
+        self._views, self._leads, self._gone_s = views, leads, gone_s
+        self._notice = ""
+        self._lost = False
+        self._known: dict[int, _Host] = {}
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="moe_comm-watch-hosts", daemon=True)
+
+    @staticmethod
+    def announce(store: Store, number: int) -> None:
+        """Leave something to read; before any host starts."""
+        store.set(str(number), "")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def tell(self, notice: str) -> None:
+        """Pass ``notice`` on to the other hosts."""
+        self._notice = notice
+
+    @property
+    def period_s(self) -> float:
+        return PERIOD_S * max(1.0, len(self._hosts) / FREE_HOSTS)
+
+    def notices(self) -> dict[int, str]:
+        """What other hosts have told, by host."""
+        with self._lock:
+            return {number: host.notice for number, host in self._known.items() if host.notice}
+
+    def is_odd(self) -> bool:
+        """A quick look whether there is something to judge on other hosts."""
+        now = time.monotonic()
+        with self._lock:
+            silent = [
+                host for host in self._known.values() if now - host.changed_s >= self._gone_s and not host.has_left
+            ]
+            return bool(silent and not self._lost) or any(host.is_odd for host in self._known.values())
+
+    def others(self) -> list[View]:
+        """Ranks of other hosts as far as known. Those of a host without beats have ended with it."""
+        now = time.monotonic()
+        found: list[View] = []
+        with self._lock:
+            for number, host in self._known.items():
+                age = now - host.changed_s
+                if self._lost or age < self._gone_s:
+                    found += [
+                        replace(
+                            view, silent_s=view.silent_s + age, unbeaten_s=view.unbeaten_s + age, left_s=view.left_s
+                        )
+                        for view in host.views
+                    ]
+                elif not host.has_left:
+                    words = f"nothing was heard of its host for {age:.1f} s"
+                    known = {view.rank: view for view in host.views}
+                    found += [
+                        replace(known[rank], fate="ended", words=words, silent_s=age, unbeaten_s=age)
+                        for rank in self._hosts[number]
+                        if rank in known
+                    ]
+        return found
+
+    def close(self) -> None:
+        self._done.set()
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        others = [number for number in range(len(self._hosts)) if number != self._number]
+        while not self._done.wait(self.period_s):
+            try:
+                if self._leads():
+                    self._exchange(others)
+                    self._lost = False
+            except Exception:  # whoever kept the store may have died, or the process is ending
+                self._lost = True
+        with contextlib.suppress(Exception):
+            self._say()  # that this rank has left: there may be nobody here to say it later
+
+    def _say(self) -> None:
+        said = {"beat": time.time_ns(), "views": views_to_json(self._views()), "notice": self._notice}
+        self._store.set(str(self._number), json.dumps(said))
+
+    def _exchange(self, others: Sequence[int]) -> None:
+        self._say()
+        answers = self._store.multi_get([str(number) for number in others])
+        now = time.monotonic()
+        with self._lock:
+            for number, answer in zip(others, answers, strict=True):
+                if not answer:
+                    continue
+                told = json.loads(answer)
+                known = self._known.get(number)
+                if known is None or known.beat != told["beat"]:
+                    views = views_from_json(told["views"])
+                    self._known[number] = _Host(told["beat"], now, views, told["notice"])

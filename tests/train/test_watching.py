@@ -1,0 +1,64 @@
+"""A run's ranks watch each other as ``[watch]`` says, and its folder tells what they noticed, once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_comm.errors import PeerError
+from moe_comm.observe.records import FAULTS, FaultRecord, read_lines
+from moe_comm.train.job import run_config
+from moe_comm.train.ranks import Ranks
+from moe_comm.train.watching import attempt_of, watch_run
+from tests.pool import RankPool
+from tests.train.common import config_of, write_text
+
+
+@pytest.fixture(scope="module")
+def pool2() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+def run(rank: int, world: int, settings: list[str]) -> tuple[str, str]:
+    """Folder of the run, or what ended it."""
+    try:
+        return str(run_config(None, settings).folder), ""
+    except PeerError as error:
+        return "", str(error)
+
+
+def test_a_killed_rank_is_in_the_folder_once_and_in_the_error(pool2: RankPool, tmp_path: Path) -> None:
+    settings = [*write_text(tmp_path), 'faults.plan=["kill:rank=1,step=3"]']
+    (_, caught), _ = pool2.run(run, settings, timeout=90, expect_dead={1})
+    (folder,) = (tmp_path / "runs").iterdir()
+    (record,) = read_lines(folder / FAULTS, FaultRecord)
+    assert (record.kind, record.ranks, record.step, record.action, record.attempt) == ("died", [1], 3, "stop", 0)
+    assert 0 <= record.noticed_s < 4
+    report = folder / "faults" / "rank-00000-step3.txt"
+    assert str(report) in caught
+    assert "rank 0  waits for rank 1 in " in report.read_text() or "rank 0  caught" in report.read_text()
+
+
+def test_a_run_without_faults_has_no_reports(pool2: RankPool, tmp_path: Path) -> None:
+    told: list[Any] = pool2.run(run, write_text(tmp_path), timeout=90)
+    folder = Path(told[0][0])
+    assert folder.is_dir()
+    assert not (folder / "faults").exists()
+    assert not (folder / FAULTS).exists()
+    assert attempt_of(folder) == 0
+
+
+def off(rank: int, world: int, settings: list[str]) -> tuple[bool, list[str]]:
+    before = {thread.name for thread in threading.enumerate()}
+    watcher = watch_run(config_of(settings), Ranks.make(), Path("nowhere"), print)
+    return watcher is None, sorted({thread.name for thread in threading.enumerate()} - before)
+
+
+def test_where_it_is_off_or_a_rank_is_alone_there_is_no_thread(pool2: RankPool, tmp_path: Path) -> None:
+    assert pool2.run(off, [*write_text(tmp_path), "watch.enabled=false"]) == [(True, [])] * 2
+    assert off(0, 1, write_text(tmp_path)) == (True, [])
