@@ -59,6 +59,14 @@ class NonFiniteLoss(MoeCommError, ArithmeticError):
     """The loss or its gradient is NaN or infinite; raised on every rank before the weights change."""
 
 
+class UnsettledStep(MoeCommError, ArithmeticError):
+    """A step gave bad numbers, and other bad ones when it was run again; the message names the ranks that differed."""
+
+
+class CorruptPayload(MoeCommError):
+    """Rows that arrived are not those that were sent, by their checksums."""
+
+
 class CheckpointError(MoeCommError):
     """A checkpoint could not be written, or does not hold what is wanted from it; the message names the file."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,16 +11,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_comm.dispatch.base import Dispatched, Dispatcher, Layout
+from moe_comm.dispatch.checksums import claim
 from moe_comm.dispatch.group_scales import rounded_in_groups
 from moe_comm.dispatch.header import Header
+from moe_comm.dispatch.moved import put_layout, rows_moved
 from moe_comm.dispatch.payload import rounded
-from moe_comm.errors import InputError
-from moe_comm.runtime.meter import COMMUNICATION
-
-
-def _moving(dispatcher: Dispatcher) -> AbstractContextManager[None]:
-    """Around what moves rows between ranks; a rank alone moves nothing."""
-    return nullcontext() if dispatcher.group is None else COMMUNICATION
+from moe_comm.errors import InputError, MoeCommError
 
 
 def _carried(dispatcher: Dispatcher, rows_RD: Tensor, header: Header) -> Tensor:
@@ -38,9 +33,12 @@ Send = Callable[[Tensor], tuple[Tensor, Layout]]
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, dispatcher: Dispatcher, send: Send, out: list[Layout]) -> Tensor:
-        with _moving(dispatcher):
+    def forward(
+        ctx: Any, x_TD: Tensor, dispatcher: Dispatcher, send: Send, out: list[Layout], label: str, counted: bool
+    ) -> Tensor:
+        with rows_moved(dispatcher, "dispatch", label, counted=counted) as span:
             rows_RD, layout = send(x_TD)
+            put_layout(span, dispatcher, layout)
         out.append(layout)
         ctx.dispatcher, ctx.layout = dispatcher, layout
         return rows_RD
@@ -50,8 +48,8 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         header = ctx.dispatcher.header("dispatch backward", ctx.layout, False)
         grad_RD = _carried(ctx.dispatcher, grad_RD, header)
-        with _moving(ctx.dispatcher):
-            return ctx.dispatcher._sum(grad_RD, None, ctx.layout, header), None, None, None
+        with rows_moved(ctx.dispatcher, header.op, ctx.layout.label, ctx.layout):
+            return ctx.dispatcher._sum(grad_RD, None, ctx.layout, header), None, None, None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -62,7 +60,7 @@ class _Combine(torch.autograd.Function):
         header = dispatcher.header("combine", layout, grad)
         wide_TK = weights_TK.to(torch.promote_types(rows_RD.dtype, torch.float32))
         carried_RD = _carried(dispatcher, rows_RD, header)
-        with _moving(dispatcher):
+        with rows_moved(dispatcher, header.op, layout.label, layout):
             y_TD = dispatcher._sum(carried_RD, wide_TK, layout, header)
         # Peers read the saved rows again in backward, in place.
         ctx.save_for_backward(rows_RD, wide_TK)
@@ -76,7 +74,7 @@ class _Combine(torch.autograd.Function):
         header = ctx.dispatcher.header("combine backward", ctx.layout, ctx.needs_input_grad[1])
         rows = rows_RD if ctx.needs_input_grad[1] else None
         grad_TD = _carried(ctx.dispatcher, grad_TD, header)
-        with _moving(ctx.dispatcher):
+        with rows_moved(ctx.dispatcher, header.op, ctx.layout.label, ctx.layout):
             grad_rows_RD, grad_TK = ctx.dispatcher._spread(grad_TD, rows, weights_TK, ctx.layout, header)
         return grad_rows_RD, None if grad_TK is None else grad_TK.to(ctx.weights_dtype), None, None, None
 
@@ -84,20 +82,36 @@ class _Combine(torch.autograd.Function):
 def dispatch(dispatcher: Dispatcher, x_TD: Tensor, ids_TK: Tensor, label: str) -> Dispatched:
     """Differentiable dispatch; see ``Dispatcher.dispatch``."""
     header = dispatcher.dispatch_header(x_TD, ids_TK, label)
-    return dispatch_by(dispatcher, x_TD, lambda x: dispatcher._send(_carried(dispatcher, x, header), ids_TK, header))
+
+    def send(x_TD: Tensor) -> tuple[Tensor, Layout]:
+        rows_RD, layout = dispatcher._send(_carried(dispatcher, x_TD, header), ids_TK, header)
+        claimed = claim(dispatcher, x_TD, ids_TK, header)
+        if claimed is not None:
+            claimed.check(rows_RD)
+        return rows_RD, layout
+
+    return dispatch_by(dispatcher, x_TD, send, label)
 
 
-def dispatch_by(dispatcher: Dispatcher, x_TD: Tensor, send: Send) -> Dispatched:
-    """Differentiable dispatch by a primitive of the backend, which takes rows in the payload that it moves."""
+def dispatch_by(
+    dispatcher: Dispatcher, x_TD: Tensor, send: Send, label: str = "", *, counted: bool = True
+) -> Dispatched:
+    """Differentiable dispatch by a primitive of the backend, which takes rows in the payload that it moves.
+
+    Args:
+        label: name of the layer. counted: whether its span is a call of the group; False where the call has its own.
+    """
     if not (torch.is_grad_enabled() and x_TD.requires_grad):
-        with _moving(dispatcher):
-            return Dispatched(*send(x_TD.detach()))
+        with rows_moved(dispatcher, "dispatch", label, counted=counted) as span:
+            rows_RD, layout = send(x_TD.detach())
+            put_layout(span, dispatcher, layout)
+            return Dispatched(rows_RD, layout)
     out: list[Layout] = []
-    rows_RD = _Dispatch.apply(x_TD, dispatcher, send, out)
+    rows_RD = _Dispatch.apply(x_TD, dispatcher, send, out, label, counted)
     return Dispatched(rows_RD, out[0])
 
 
-def _combine_fault(rows_RD: Tensor, weights_TK: Tensor, layout: Layout) -> InputError | None:
+def _combine_fault(dispatcher: Dispatcher, rows_RD: Tensor, weights_TK: Tensor, layout: Layout) -> MoeCommError | None:
     if tuple(rows_RD.shape) != (layout.num_rows, layout.hidden) or rows_RD.dtype != layout.dtype:
         return InputError(
             f"combine needs rows [{layout.num_rows}, {layout.hidden}] {layout.dtype}, as dispatch gave them; "
@@ -110,12 +124,13 @@ def _combine_fault(rows_RD: Tensor, weights_TK: Tensor, layout: Layout) -> Input
             f"combine needs rows and weights on {layout.device}, where dispatch was called; "
             f"got rows on {rows_RD.device} and weights on {weights_TK.device}"
         )
-    return None
+    # Unchecked, the others would not hear of it: it waits for the next dispatch.
+    return dispatcher.damage.fault() if dispatcher.options.checked else None
 
 
 def combine(dispatcher: Dispatcher, rows_RD: Tensor, weights_TK: Tensor, layout: Layout) -> Tensor:
     """Differentiable combine; see ``Dispatcher.combine``."""
-    fault = _combine_fault(rows_RD, weights_TK, layout)
+    fault = _combine_fault(dispatcher, rows_RD, weights_TK, layout)
     if fault is not None:
         if dispatcher.options.checked:
             # A handshake that holds the fault, so that every rank raises it; no backend's _send goes further.
@@ -127,6 +142,6 @@ def combine(dispatcher: Dispatcher, rows_RD: Tensor, weights_TK: Tensor, layout:
         wide_TK = weights_TK.detach().to(torch.promote_types(rows_RD.dtype, torch.float32))
         header = dispatcher.header("combine", layout, False)
         rows_RD = _carried(dispatcher, rows_RD.detach(), header)
-        with _moving(dispatcher):
+        with rows_moved(dispatcher, header.op, layout.label, layout):
             return dispatcher._sum(rows_RD, wide_TK, layout, header)
     return _Combine.apply(rows_RD, weights_TK, dispatcher, layout, grad)  # type: ignore[no-any-return]

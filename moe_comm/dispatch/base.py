@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_comm.dispatch.checksums import Damage
 from moe_comm.dispatch.header import DTYPES, Header
 from moe_comm.dispatch.payload import AS_THEY_ARE, Payloads
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
@@ -45,6 +46,8 @@ class DispatchOptions:
         bits still do not depend on the number of ranks. Only backends that send rows move fewer bytes:
         ``local`` and ``shared_memory`` read rows where they lie.
     peer_to_peer: what only that backend has.
+    checksums: compare the rows that dispatch brings with what was sent; see ``checksums.py``. Costs a pass over tokens
+        and rows, and an exchange of 16 bytes an expert.
     """
 
     timeout_s: float = 300.0
@@ -52,6 +55,7 @@ class DispatchOptions:
     checked: bool = True
     payloads: Payloads = AS_THEY_ARE
     peer_to_peer: PeerToPeerOptions = field(default_factory=PeerToPeerOptions)
+    checksums: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout_s < math.inf:
@@ -108,7 +112,11 @@ def _next_ordinal(group: ProcessGroup | None) -> int:
 
 
 class Dispatcher(ABC):
-    """Moves token rows to the ranks that hold their experts, and the results back. Differentiable."""
+    """Moves token rows to the ranks that hold their experts, and the results back. Differentiable.
+
+    Attributes:
+        damage: of rows that arrived, with ``DispatchOptions.checksums``.
+    """
 
     name: ClassVar[str]
     packs: ClassVar[bool] = False
@@ -126,6 +134,7 @@ class Dispatcher(ABC):
         self.rank = rank
         self.world = placement.world
         self.options = options or DispatchOptions()
+        self.damage = Damage()
         self._seq = 0
         self._ordinal = _next_ordinal(group)
 
@@ -152,6 +161,7 @@ class Dispatcher(ABC):
         Raises:
             InputError, RoutingError, RankMismatch: on every rank, before rows move.
             PeerDied, PeerTimeout: a rank is gone, or did not call in time.
+            CorruptPayload: on every rank, of the rows of an earlier dispatch, with ``DispatchOptions.checksums``.
         """
         from moe_comm.dispatch.autograd import dispatch
 
@@ -168,6 +178,9 @@ class Dispatcher(ABC):
 
         Returns:
             y_TD: [T, D] in the dtype of ``rows_RD``.
+
+        Raises:
+            CorruptPayload: as ``dispatch``, if operations are checked.
         """
         from moe_comm.dispatch.autograd import combine
 
@@ -214,7 +227,7 @@ class Dispatcher(ABC):
     def dispatch_header(self, x_TD: Tensor, ids_TK: Tensor, label: str) -> Header:
         """The handshake of a dispatch; holds the fault if the input is bad."""
         self._seq += 1
-        fault = self._fault(x_TD, ids_TK)
+        fault = self._fault(x_TD, ids_TK) or self.damage.fault()
         return Header(
             "dispatch",
             self._seq,

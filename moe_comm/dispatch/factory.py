@@ -109,6 +109,7 @@ def _meet(
     where = torch.device(device) if device is not None else channel.rows_device
     same = {**same, "deterministic": int(options.deterministic), "rows on the CPU": int(where.type == "cpu")}
     same["payloads"] = digest(options.payloads)
+    same["checksums"] = int(options.checksums)
     same["options of peer_to_peer"] = digest(options.peer_to_peer)
     told = {
         "host": host_word(),

@@ -33,7 +33,7 @@ from moe_comm.dispatch.header import FAULTS, Header, check, fault_word
 from moe_comm.errors import ConfigError, MoeCommError, RankMismatch
 from moe_comm.topology import ExpertPlacement
 
-FACTS = 12
+FACTS = 14
 TEXT_BYTES = 400
 EXTRA = 5
 DEVICES = ("cpu", "cuda", "xpu", "mps", "meta")
@@ -111,6 +111,7 @@ def settings_of(dispatcher: Dispatcher) -> dict[str, int]:
         "deterministic": int(options.deterministic),
         "checked": int(options.checked),
         "payloads": digest(options.payloads),
+        "checksums": int(options.checksums),
     }
 
 

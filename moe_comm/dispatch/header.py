@@ -26,6 +26,7 @@ FAULTS: tuple[type[errors.MoeCommError], ...] = (
     errors.RoutingError,
     errors.ConfigError,
     errors.HeapError,
+    errors.CorruptPayload,
 )
 
 COMPARED = ("operation", "call number", "hidden size", "dtype", "top-k", "experts", "requires_grad", "layer or rows")

@@ -1,10 +1,12 @@
 """The training loop, the same for every mapping: one rank or thousands, with a pipeline or without.
 
 step:  batch ─▶ forward, backward of all micro-batches (runner) ─┐
-                (rows travel to their experts and back)          ▼
-                              one small all-reduce: losses, loads of experts, stop requests, bad losses
+         ▲      (rows travel to their experts and back)          ▼
+         │                    one small all-reduce: losses, loads of experts, stop requests, bad losses, damaged rows
+         │ again, in place                                       ▼
+         └─────────────────────────────────────────────  guard: are the numbers right?
                                                                  ▼
-       weights ◀─ optimizer ◀─ clip ◀─ global norm ◀─ sum of gradients (data_parallel)
+       weights ◀─ optimizer ◀─ clip ◀─ guard ◀─ global norm ◀─ sum of gradients (data_parallel)
 """
 
 from __future__ import annotations
@@ -13,18 +15,24 @@ import math
 import resource
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from moe_comm.errors import NonFiniteLoss
-from moe_comm.layers.load import LayerLoad, moe_layers, take_loads, update_biases
+from moe_comm.errors import CorruptPayload
+from moe_comm.layers.load import moe_layers, update_biases
+from moe_comm.observe.records import FaultRecord
+from moe_comm.runtime.event_layout import Kind
+from moe_comm.runtime.events import EVENTS
 from moe_comm.runtime.meter import COMMUNICATION
 from moe_comm.topology import FoldedMesh
+from moe_comm.train.agreement import Agreed, Agreement
 from moe_comm.train.config import TrainConfig
-from moe_comm.train.metrics import Load, MetricsSink, StepReport, StepTimes
+from moe_comm.train.guard import DAMAGED_TRIES, Do, FaultSink, Guard, History
+from moe_comm.train.hooks import StepHook
+from moe_comm.train.metrics import MetricsSink, StepReport, StepTimes
 from moe_comm.train.optim import Optimizer, Schedule, learning_rate
 from moe_comm.train.parallel import DataParallel, clip_
 from moe_comm.train.pipeline.batch import MicroBatch
@@ -33,6 +41,8 @@ from moe_comm.train.progress import Progress, Silent
 from moe_comm.train.ranks import Ranks
 
 STOP_REASONS = ("interrupted", "time limit")
+SAID = {"stop": "; the run ends", "skip": "; the step is left out"}
+"""What the progress says of a ``FaultRecord``'s action, where its text does not."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,7 @@ class Machinery:
 
     stages: this rank's parts of the model. flops_per_token: of forward and backward, for the whole model.
     peak_flops: a second, of all ranks together, for a plain matrix product; None if not measured.
+    history: of the last updates, by which spikes are told; part of what is saved.
     """
 
     mesh: FoldedMesh
@@ -80,26 +91,17 @@ class Machinery:
     num_experts: int
     flops_per_token: float
     peak_flops: float | None = None
+    history: History = field(default_factory=History)
 
 
-@dataclass(frozen=True)
-class _Agreed:
-    """What all ranks know of a step before any weight changes; the same everywhere."""
+@dataclass
+class _Clock:
+    """Seconds of a step so far. busy: in forward, backward and update, with what moves in them (moving). agreeing:
+    between them."""
 
-    loss: float
-    loads: dict[str, LayerLoad]
-    balance: tuple[float, ...]
-    bad: tuple[int, ...]
-    stop: str
-
-    def load(self) -> Load:
-        found = list(self.loads.values())
-        return Load(
-            tuple(layer.imbalance for layer in found),
-            tuple(layer.dead for layer in found),
-            tuple(layer.drop_rate for layer in found),
-            self.balance,
-        )
+    busy: float = 0.0
+    moving: float = 0.0
+    agreeing: float = 0.0
 
 
 class Trainer:
@@ -114,9 +116,12 @@ class Trainer:
         *,
         saver: Saver | None = None,
         sinks: Sequence[MetricsSink] = (),
+        hooks: Sequence[StepHook] = (),
         progress: Progress | None = None,
+        on_fault: FaultSink | None = None,
         first_step: int = 0,
     ) -> None:
+        """``on_fault`` takes what the guard notices, on every rank alike; the progress shows it anyway."""
         self.config = config
         self.machinery = machinery
         self.feed = feed
@@ -126,16 +131,18 @@ class Trainer:
         self._schedule = schedule_of(config)
         self._saver = saver
         self._sinks = sinks
+        self._hooks = hooks
         self._progress = progress or Silent()
         self._stop_requested = False
         self._saved_s = 0.0
         self._began = time.monotonic()
-        self._layers = [layer for stage in machinery.stages for layer in moe_layers(stage)]
-        for _, layer in self._layers:
-            # Auxiliary losses are means over a micro-batch; over the step they are means of these.
-            layer.aux_scale = 1 / config.data.micro_batches
-            # Not an error inside of the step, which only some ranks would have: all decide together, after it.
-            layer.router.drop_invalid = True
+        self._on_fault = on_fault
+        self._agreement = Agreement(machinery.stages, machinery.moe_names, machinery.num_experts, ranks)
+        self._guard = Guard(config.guard, config.run.nonfinite, ranks, machinery.history, self._tell)
+        for stage in machinery.stages:
+            for _, layer in moe_layers(stage):
+                # Auxiliary losses are means over a micro-batch; over the step they are means of these.
+                layer.aux_scale = 1 / config.data.micro_batches
 
     def request_stop(self) -> None:
         """Let training end after the step in progress, on every rank. Safe to call from a signal handler."""
@@ -145,7 +152,7 @@ class Trainer:
         """Train to the last step, the time limit or a stop request; returns why it ended ("finished" or the reason).
 
         Raises:
-            NonFiniteLoss: on every rank, with the weights of the last good step in place.
+            NonFiniteLoss, UnsettledStep, CorruptPayload: on every rank; the weights are those of the last good step.
         """
         run = self.config.run
         self._began = time.monotonic()
@@ -155,9 +162,11 @@ class Trainer:
             while self.next_step < run.steps:
                 report = self.train_step(self.next_step)
                 self.next_step += 1
-                self.reports.append(report)
+                self.reports.append(report.without_slots())
                 for sink in self._sinks:
                     sink.write(report)
+                for hook in self._hooks:
+                    hook.after_step(report)
                 self._progress.update(report)
                 if after_step is not None:
                     after_step(report)
@@ -174,46 +183,32 @@ class Trainer:
 
     def train_step(self, step: int) -> StepReport:
         """One update from the global batch of ``step`` (from 0). Collective."""
-        machinery, settings = self.machinery, self.config.optimizer
+        for hook in self._hooks:
+            hook.before_step(step + 1)
+        EVENTS.at(step + 1)
+        with EVENTS.span(Kind.STEP, "step"):
+            return self._train_step(step)
+
+    def _train_step(self, step: int) -> StepReport:
+        machinery, guard = self.machinery, self._guard
         saved_s, self._saved_s = self._saved_s, 0.0
         began = time.perf_counter()
-        batch = self.feed.train(step)
+        guard.begin(step + 1)
+        with EVENTS.span(Kind.DATA, "batch"):
+            batch = self.feed.train(step)
         data_s = time.perf_counter() - began
-        machinery.data_parallel.zero_grad()
         COMMUNICATION.take()
-        at = time.perf_counter()
-        losses_N = machinery.runner.step(batch.micro, 1 / batch.num_targets)
-        loss = float(losses_N.sum()) / batch.num_targets
-        busy_s = time.perf_counter() - at
-        moving_s = COMMUNICATION.take()
-        agreed = self._agree(loss)
-        agreeing_s = COMMUNICATION.take()
-        lr = learning_rate(self._schedule, step)
-        grad_norm, skipped, staged_s = math.nan, "", 0.0
-        if agreed.bad:
-            skipped = f"the loss or a router's logits are NaN or infinite on rank {', '.join(map(str, agreed.bad))}"
-        else:
-            at = time.perf_counter()
-            machinery.data_parallel.reduce()
-            grad_norm = clip_(machinery.data_parallel.owned(), settings.clip or math.inf, machinery.mesh)
-            if not math.isfinite(grad_norm):
-                skipped = f"the gradient's norm is {grad_norm} though the loss is {agreed.loss:.4g}"
-            else:
-                if self._saver is not None:
-                    staged_s = self._saver.wait_staged()
-                machinery.optimizer.step(lr)
-                machinery.data_parallel.publish()
-                for stage in machinery.stages:
-                    update_biases(stage, agreed.loads, self.config.model.bias_rate)
-            busy_s += time.perf_counter() - at - staged_s
-            moving_s += COMMUNICATION.take()
-        if skipped and self.config.run.nonfinite == "stop":
-            raise NonFiniteLoss(
-                f"step {step + 1}: {skipped}; the weights were left as they were. Look at the data of this step, lower "
-                'optimizer.lr, set optimizer.clip, or go on without such steps: run.nonfinite="skip"'
-            )
+        clock, lr = _Clock(), learning_rate(self._schedule, step)
+        while True:
+            agreed, done = self._try(step, batch, clock)
+            grad_norm = math.nan
+            if done is Do.GO:
+                grad_norm, done = self._sum_gradients(clock)
+            if done is not Do.RERUN:
+                break
+        staged_s = self._update(lr, agreed, clock) if done is Do.GO else 0.0
         total_s = time.perf_counter() - began + saved_s
-        times = StepTimes(total_s, max(busy_s - moving_s, 0.0), moving_s + agreeing_s, data_s, staged_s + saved_s)
+        compute_s, communication_s = max(clock.busy - clock.moving, 0.0), clock.moving + clock.agreeing
         mfu = None
         if machinery.peak_flops is not None:
             mfu = machinery.flops_per_token * batch.num_targets / total_s / machinery.peak_flops
@@ -223,25 +218,83 @@ class Trainer:
             lr=lr,
             grad_norm=grad_norm,
             tokens=batch.num_targets,
-            times=times,
+            times=StepTimes(total_s, compute_s, communication_s, data_s, staged_s + saved_s),
             load=agreed.load(),
             memory_bytes=peak_memory(machinery.mesh.device),
             mfu=mfu,
-            skipped=skipped,
-            stop=agreed.stop,
+            skipped=guard.skipped,
+            stop=next((reason for reason, flag in zip(STOP_REASONS, agreed.stops, strict=True) if flag), ""),
+            reruns=guard.reruns,
         )
+
+    def _try(self, step: int, batch: StepBatch, clock: _Clock) -> tuple[Agreed, Do]:
+        """Forward and backward of a step, from nothing: what came of an earlier try is forgotten."""
+        machinery = self.machinery
+        at = time.perf_counter()
+        machinery.data_parallel.zero_grad()
+        with EVENTS.span(Kind.COMPUTE, "forward and backward"):
+            losses_N = machinery.runner.step(batch.micro, 1 / batch.num_targets)
+            loss = float(losses_N.sum()) / batch.num_targets
+        for hook in self._hooks:
+            loss = hook.after_backward(step + 1, loss)
+        clock.busy += time.perf_counter() - at
+        clock.moving += COMMUNICATION.take()
+        limit = self.config.run.time_limit_s
+        late = limit is not None and time.monotonic() - self._began >= limit
+        agreed = self._agreement.agree(loss, (self._stop_requested, late))
+        parameters = (param for stage in machinery.stages for param in stage.parameters())
+        done = self._guard.after_loss(agreed, loss, parameters)
+        clock.agreeing += COMMUNICATION.take()
+        return agreed, done
+
+    def _sum_gradients(self, clock: _Clock) -> tuple[float, Do]:
+        """Sum gradients over ranks and clip them: their norm, and whether it is right."""
+        machinery = self.machinery
+        at = time.perf_counter()
+        machinery.data_parallel.reduce()
+        norm = clip_(machinery.data_parallel.owned(), self.config.optimizer.clip or math.inf, machinery.mesh)
+        clock.busy += time.perf_counter() - at
+        clock.moving += COMMUNICATION.take()
+        return norm, self._guard.after_norm(norm)
+
+    def _update(self, lr: float, agreed: Agreed, clock: _Clock) -> float:
+        """Change the weights; seconds waited for the copy of the old ones."""
+        machinery, staged_s = self.machinery, 0.0
+        at = time.perf_counter()
+        if self._saver is not None:
+            with EVENTS.span(Kind.CHECKPOINT, "staging"):
+                staged_s = self._saver.wait_staged()
+        with EVENTS.span(Kind.OPTIMIZER, machinery.optimizer.__class__.__name__):
+            machinery.optimizer.step(lr)
+        machinery.data_parallel.publish()
+        for stage in machinery.stages:
+            update_biases(stage, agreed.loads, self.config.model.bias_rate)
+        clock.busy += time.perf_counter() - at - staged_s
+        clock.moving += COMMUNICATION.take()
+        return staged_s
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean loss over the validation batches, nats per token; counters and weights stay as they are. Collective."""
+        """Mean loss over the validation batches, nats per token; counters and weights stay as they are. Collective.
+
+        Raises:
+            CorruptPayload: on every rank: rows arrived damaged, and again when they were sent again.
+        """
         self._train_mode(False)
-        total = torch.zeros(1, dtype=torch.float64)
-        targets = 0
-        for batch in self.feed.validation(self.config.run.eval_batches):
-            total += self.machinery.runner.forward_only(batch.micro).sum().cpu()
-            targets += batch.num_targets
+        for _ in range(1 + DAMAGED_TRIES):
+            told = torch.zeros(2, dtype=torch.float64)
+            targets = 0
+            for batch in self.feed.validation(self.config.run.eval_batches):
+                told[0] += self.machinery.runner.forward_only(batch.micro).sum().cpu()
+                targets += batch.num_targets
+            told[1] = self._agreement.take_damage()
+            total, damaged = self.ranks.sum(told).tolist()
+            if not damaged:
+                break
         self._train_mode(True)
-        loss = float(self.ranks.sum(total)) / max(targets, 1)
+        if damaged:
+            raise CorruptPayload(f"rows arrived damaged in {1 + DAMAGED_TRIES} evaluations one after another")
+        loss = float(total) / max(targets, 1)
         for sink in self._sinks:
             sink.summary(self.next_step, {"validation/loss": loss, "validation/perplexity": math.exp(min(loss, 700))})
         return loss
@@ -251,54 +304,19 @@ class Trainer:
         every = self.config.checkpoint.every
         if self._saver is not None and (report.stop or (every and report.step % every == 0)):
             at = time.perf_counter()
-            self._saver.save(report.step)
+            with EVENTS.span(Kind.CHECKPOINT, "save"):
+                self._saver.save(report.step)
             self._saved_s = time.perf_counter() - at
 
     def _train_mode(self, training: bool) -> None:
         for stage in self.machinery.stages:
             stage.train(training)
 
-    def _agree(self, loss: float) -> _Agreed:
-        """Join what the ranks know of the step into one small all-reduce, before any of them changes its weights."""
-        limit, world = self.config.run.time_limit_s, self.ranks.world
-        late = limit is not None and time.monotonic() - self._began >= limit
-        invalid = 0
-        for _, layer in self._layers:
-            invalid += int(layer.router.invalid)
-            layer.router.invalid.zero_()
-        bad_W = torch.zeros(world, dtype=torch.float64)
-        bad_W[self.ranks.rank] = not math.isfinite(loss) or invalid > 0
-        stops = torch.tensor([self._stop_requested, late], dtype=torch.float64)
-        value = torch.tensor([loss if math.isfinite(loss) else 0.0], dtype=torch.float64)
-        parts = [value, bad_W, stops, self._own_loads().flatten()]
-        sums = torch.split(self.ranks.sum(torch.cat(parts)), [part.numel() for part in parts])
-        loads_LE = sums[3].view(-1, self.machinery.num_experts + 2)
-        # ``loss`` is a Python float of the whole step: it was summed over micro-batches, here it is over ranks.
-        reasons = [reason for reason, flag in zip(STOP_REASONS, sums[2].tolist(), strict=True) if flag]
-        loads = {
-            name: LayerLoad(row[:-2].long(), row[-2].long())
-            for name, row in zip(self.machinery.moe_names, loads_LE, strict=True)
-        }
-        return _Agreed(
-            loss=float(sums[0]),
-            loads=loads,
-            balance=tuple(loads_LE[:, -1].tolist()),
-            bad=tuple(sums[1].nonzero().flatten().tolist()),
-            stop=reasons[0] if reasons else "",
-        )
-
-    def _own_loads(self) -> Tensor:
-        """[MoE layers, E + 2]: slots to each expert, dropped slots, balance loss; zeros for layers held elsewhere."""
-        names = self.machinery.moe_names
-        own = torch.zeros(len(names), self.machinery.num_experts + 2, dtype=torch.float64)
-        for stage in self.machinery.stages:
-            for name, load in take_loads(stage).items():
-                row = own[names.index(name)]
-                row[:-2] = load.load_E
-                row[-2] = load.dropped
-        for name, layer in self._layers:  # of the last micro-batch
-            own[names.index(name), -1] = float(layer.router.losses.get("balance", 0.0))
-        return own
+    def _tell(self, record: FaultRecord) -> None:
+        """Pass on what the guard noticed."""
+        self._progress.say(f"step {record.step}: {record.what}{SAID.get(record.action, '')}")
+        if self._on_fault is not None:
+            self._on_fault(record)
 
 
 def schedule_of(config: TrainConfig) -> Schedule:

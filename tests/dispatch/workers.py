@@ -36,13 +36,14 @@ class Job:
     how: str = ""
     payloads: Payloads = Payloads()  # noqa: RUF009 - frozen
     peers: PeerToPeerOptions = PeerToPeerOptions()  # noqa: RUF009
+    checksums: bool = False
 
     @property
     def options(self) -> DispatchOptions:
         peers = self.peers
         if self.backend == "peer_to_peer":
             peers = replace(peers, emulate=self.device == "cpu", heap_bytes=peers.heap_bytes or 1 << 20)
-        return DispatchOptions(self.timeout_s, self.deterministic, self.checked, self.payloads, peers)
+        return DispatchOptions(self.timeout_s, self.deterministic, self.checked, self.payloads, peers, self.checksums)
 
 
 @dataclass(frozen=True)

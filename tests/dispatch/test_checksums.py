@@ -1,0 +1,240 @@
+"""Flipped bits in rows that arrived are found, named, and raised on every rank; nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_comm.dispatch import Dispatcher, DispatchOptions, Payloads, make_dispatcher
+from moe_comm.dispatch.checksums import row_sums
+from moe_comm.dispatch.payload import PayloadName
+from moe_comm.errors import CorruptPayload, RankMismatch
+from moe_comm.kernels.activations import Activation
+from moe_comm.overlap.chunked import Overlap
+from moe_comm.overlap.experts import ExpertFlight, MLPWeights
+from tests.dispatch import cases, workers
+from tests.dispatch.test_contract import BACKENDS, usable
+from tests.dispatch.workers import Job
+from tests.pool import RankPool
+
+PAYLOADS: tuple[PayloadName, ...] = ("same", "bf16", "fp8_token", "fp8_block", "fp8_token_pow2", "fp8_block_pow2")
+CASE = cases.BY_NAME["plain"]
+NAMES = ("plain", "some slots dropped", "all slots dropped")
+
+
+@pytest.fixture(scope="module")
+def pool4() -> Iterator[RankPool]:
+    with RankPool(4) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("width", [1, 3, 8, 130])
+def test_every_single_flipped_bit_changes_the_sum_of_its_row_alone(dtype: torch.dtype, width: int) -> None:
+    rows_RD = torch.randn(5, width, generator=torch.Generator().manual_seed(width)).to(dtype)
+    before = row_sums(rows_RD)
+    for bit in range(8 * dtype.itemsize):
+        flipped = rows_RD.clone()
+        _flip(flipped, 3, width - 1, bit)
+        assert (row_sums(flipped) != before).tolist() == [False, False, False, True, False], bit
+
+
+def test_sums_do_not_depend_on_strides_or_alignment() -> None:
+    rows_RD = torch.randn(6, 10, generator=torch.Generator().manual_seed(1)).bfloat16()
+    apart = torch.empty(6 * 10 + 1, dtype=torch.bfloat16)[1:].view(6, 10)
+    apart.copy_(rows_RD)
+    for other in (cases.strided(rows_RD), apart, rows_RD.clone().requires_grad_()):
+        assert torch.equal(row_sums(other), row_sums(rows_RD))
+    assert row_sums(rows_RD[:0]).shape == (0,)
+    assert row_sums(rows_RD[:, :0]).tolist() == [0] * 6
+
+
+def _flip(rows_RD: Tensor, row: int, column: int, bit: int) -> None:
+    """One bit of one number, in place."""
+    numbers = rows_RD[row, column : column + 1].view(torch.uint8)
+    numbers[bit // 8] ^= torch.tensor(1 << bit % 8, dtype=torch.uint8)
+
+
+def _strike(dispatcher: Dispatcher, row: int) -> list[str]:
+    """Have the next dispatch with rows on this rank deliver a damaged one. Returns what was done."""
+    done: list[str] = []
+    send = dispatcher._send
+
+    def damaged(x_TD: Tensor, ids_TK: Tensor, header: Any) -> Any:
+        rows_RD, layout = send(x_TD, ids_TK, header)
+        if not done and rows_RD.shape[0] > row:
+            rows_RD = rows_RD.clone()
+            _flip(rows_RD, row, 1, 9)
+            done.append("flipped")
+        return rows_RD, layout
+
+    dispatcher._send = damaged  # type: ignore[method-assign]
+    return done
+
+
+def _special(x_TD: Tensor) -> Tensor:
+    """Rows with what payloads and kernels may treat each in its own way."""
+    x_TD = x_TD.clone()
+    for row, value in enumerate((0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-42, -1e-42)):
+        if row < x_TD.shape[0]:
+            x_TD[row, row % x_TD.shape[1]] = value
+    x_TD[-1:] = -0.0
+    return x_TD
+
+
+def _rounds(rank: int, world: int, arg: tuple[Job, str]) -> tuple[list[int], str, str, bool]:
+    """Damaged blocks without a fault, by payload and case; what one flipped bit raises; whether bits are the same."""
+    job, payload = arg
+    group = dist.group.WORLD if dist.is_initialized() else None
+    clean: list[int] = []
+    same = True
+    job = replace(job, payloads=Payloads(payload, payload, payload, payload))  # type: ignore[arg-type]
+    for name in NAMES:
+        case = replace(cases.BY_NAME[name], tokens=37, hidden=136)
+        batch, _ = cases.make(case)
+        part = batch.part(case, rank, world)
+        ways = [workers.build(case, group, replace(job, checksums=on), rank, world) for on in (False, True)]
+        ways[1].damage.count_only = True
+        results = []
+        for way in ways:
+            x_TD = _special(part.x_TD).requires_grad_()
+            rows = way.dispatch(x_TD, part.ids_TK, label=name)
+            y_TD = way.combine(rows.rows_RD * 2, part.weights_TK, rows.layout)
+            y_TD.backward(part.grad_TD)
+            assert x_TD.grad is not None
+            results.append((rows.rows_RD.detach(), y_TD.detach(), x_TD.grad))
+        clean.append(ways[1].damage.take())
+        same &= all(_same_bits(a, b) for a, b in zip(*results, strict=True))
+    dispatcher = ways[1]
+    dispatcher.damage.count_only = False
+    case = CASE
+    batch, _ = cases.make(case)
+    part = batch.part(case, rank, world)
+    if rank == world - 1:
+        _strike(dispatcher, 2)
+    rows = dispatcher.dispatch(part.x_TD, part.ids_TK, label="moe.1")
+    try:
+        dispatcher.combine(rows.rows_RD, part.weights_TK, rows.layout)
+        raised = "nothing"
+    except CorruptPayload as error:
+        raised = str(error)
+    again = dispatcher.dispatch(part.x_TD, part.ids_TK)
+    dispatcher.combine(again.rows_RD, part.weights_TK, again.layout)
+    dispatcher.close()
+    return clean, raised, type(dispatcher).__name__, same
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5)) and torch.equal(a.isnan(), b.isnan())
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_flipped_bit_is_raised_on_every_rank_and_whole_rows_pass(
+    pool4: RankPool, backend: str, payload: str, device: str
+) -> None:
+    usable(backend, device)
+    for rank, (clean, raised, _, same) in enumerate(pool4.run(_rounds, (Job(backend, device), payload), timeout=60)):
+        assert clean == [0] * len(NAMES)
+        assert same
+        assert raised.startswith("rows of expert 6" if rank == 3 else "rank 3: rows of expert 6"), raised
+        assert "of layer 'moe.1'" in raised and "1 of 8 blocks differ" in raised
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+@pytest.mark.parametrize("backend", ["local", "plain"])
+def test_one_rank_alone_finds_it_too(backend: str, payload: str) -> None:
+    clean, raised, _, same = _rounds(0, 1, (Job(backend), payload))
+    assert clean == [0] * len(NAMES) and same
+    assert raised.startswith("rows of expert 0 from rank 0")
+
+
+def _at_the_next_dispatch(rank: int, world: int, checked: bool) -> tuple[str, int]:
+    """Without a combine in between, and without handshakes of other operations."""
+    dispatcher = make_dispatcher(
+        4, dist.group.WORLD, "all_to_all", options=DispatchOptions(30, checked=checked, checksums=True)
+    )
+    x_TD, ids_TK = torch.ones(4, 8), torch.tensor([[0], [1], [2], [3]])
+    if rank == 0:
+        _strike(dispatcher, 0)
+    rows = dispatcher.dispatch(x_TD, ids_TK)
+    if not checked:
+        dispatcher.combine(rows.rows_RD, torch.ones(4, 1), rows.layout)
+    try:
+        dispatcher.dispatch(x_TD, ids_TK)
+        raised = "nothing"
+    except CorruptPayload as error:
+        raised = str(error)
+    dispatcher.damage.count_only = True
+    if rank == 0:
+        _strike(dispatcher, 0)
+    dispatcher.dispatch(x_TD, ids_TK)
+    dispatcher.dispatch(x_TD, ids_TK)
+    return raised, dispatcher.damage.take()
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_the_next_dispatch_raises_it_and_who_counts_gets_no_error(pool4: RankPool, checked: bool) -> None:
+    found = pool4.run(_at_the_next_dispatch, checked, timeout=60)
+    assert all("rows of expert 0 from rank 0 are not those that it sent" in raised for raised, _ in found), found
+    assert [count for _, count in found] == [1, 0, 0, 0]
+
+
+def _in_flight(rank: int, world: int, chunks: int) -> tuple[bool, int, int]:
+    """A layer whose rows cross in chunks, without damage and with."""
+    results, counts = [], []
+    relu = Activation("relu", torch.relu, gated=False)
+    for checksums, damage in ((False, False), (True, False), (True, True)):
+        options = DispatchOptions(30, checksums=checksums)
+        dispatcher = make_dispatcher(4, dist.group.WORLD, "all_to_all", options=options)
+        dispatcher.damage.count_only = True
+        g = torch.Generator().manual_seed(rank)
+        x_TD = torch.randn(12, 8, generator=g)
+        ids_TK = torch.stack([torch.randperm(4, generator=g)[:2] for _ in range(12)])
+        flight = ExpertFlight.begin(dispatcher, x_TD, ids_TK, torch.ones(12, 2), Overlap(chunks), label="m")  # type: ignore[arg-type]
+        if damage and rank == 1:
+            _strike_chunk(flight)
+        weights = MLPWeights(torch.ones(1, 6, 8), torch.ones(1, 8, 6), None, None, relu)
+        flight.compute(weights)
+        results.append(flight.result())
+        counts.append(dispatcher.damage.take())
+    return torch.equal(results[0], results[1]), counts[1], counts[2]
+
+
+def _strike_chunk(flight: ExpertFlight) -> None:
+    """Damage the first row of the first chunk when it lands."""
+    outward = flight._state.outward
+    assert outward is not None
+    land = outward.land
+
+    def struck(chunk: int) -> None:
+        land(chunk)
+        if chunk == 0:
+            _flip(outward.rows_RD, int(outward._crossing.chunks[0].arriving_R[0]), 3, 30)
+
+    outward.land = struck  # type: ignore[method-assign]
+
+
+def test_rows_that_cross_in_chunks_are_checked_too(pool4: RankPool) -> None:
+    found = pool4.run(_in_flight, 2, timeout=60)
+    assert [same for same, _, _ in found] == [True] * 4
+    assert [clean for _, clean, _ in found] == [0] * 4
+    assert [bad for _, _, bad in found] == [0, 1, 0, 0]
+
+
+def _disagree(rank: int, world: int, backend: str) -> str:
+    try:
+        make_dispatcher(4, dist.group.WORLD, backend, options=DispatchOptions(30, checksums=rank == 1))
+    except RankMismatch as error:
+        return str(error)
+    return "built"
+
+
+def test_ranks_must_agree_on_checksums(pool4: RankPool) -> None:
+    assert all("ranks disagree on checksums" in message for message in pool4.run(_disagree, "auto"))
