@@ -19,13 +19,14 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.train import config as configuration
 from moe_comm.train.checkpoint import latest
 from moe_comm.train.config import TrainConfig
+from moe_comm.train.kept_state import run_id
 from moe_comm.train.ranks import Ranks
 
 
@@ -36,10 +37,13 @@ class RunFolder:
         self.path = path
 
     @classmethod
-    def make(cls, config: TrainConfig, ranks: Ranks) -> RunFolder:
+    def make(cls, config: TrainConfig, ranks: Ranks, kept: Collection[str] = ()) -> RunFolder:
         """A fresh folder on rank 0, or with ``checkpoint.resume = "auto"`` the newest one of the same name if it did
-        not finish and holds a checkpoint; with the resolved configuration in it. Every rank learns its path.
-        Collective.
+        not finish and holds a checkpoint, or is one of ``kept``; with the resolved configuration in it. Every rank
+        learns its path. Collective.
+
+        Args:
+            kept: ``run_id`` of runs whose state is in memory.
 
         Raises:
             ConfigError: on every rank, where rank 0 cannot make it.
@@ -47,7 +51,7 @@ class RunFolder:
         answer = ""
         if ranks.is_first:
             try:
-                answer = f"+{_choose(config)}"
+                answer = f"+{_choose(config, kept)}"
             except OSError as error:
                 answer = f"run.folder: cannot write to {config.run.folder!r}: {error.strerror or error}"
             except MoeCommError as error:
@@ -89,16 +93,17 @@ class RunFolder:
         os.replace(fresh, self.path / "result.json")
 
 
-def _choose(config: TrainConfig) -> Path:
+def _choose(config: TrainConfig, kept: Collection[str]) -> Path:
     parent, name = Path(config.run.folder), config.run.name
-    path = _unfinished(parent, name) if config.checkpoint.resume == "auto" else None
+    path = _unfinished(parent, name, kept) if config.checkpoint.resume == "auto" else None
     path = path or _fresh(parent, name)
     (path / "config.resolved.toml").write_text(configuration.dump(config), encoding="utf-8")
     return path
 
 
-def _unfinished(parent: Path, name: str) -> Path | None:
-    """The folder of the newest run called ``name``, if it can go on: it holds a checkpoint and did not finish.
+def _unfinished(parent: Path, name: str, kept: Collection[str]) -> Path | None:
+    """The folder of the newest run called ``name``, if it can go on: it holds a checkpoint, or its state is in memory,
+    and it did not finish.
 
     Never an older one: ranks that are started again must not take over another run of the same name.
     """
@@ -109,7 +114,9 @@ def _unfinished(parent: Path, name: str) -> Path | None:
     path = max(found)[-1]
     result = path / "result.json"
     finished = result.exists() and json.loads(result.read_text()).get("status") == "finished"
-    return None if finished or latest(path / "checkpoints") is None else path
+    if finished or (run_id(path) not in kept and latest(path / "checkpoints") is None):
+        return None
+    return path
 
 
 def _fresh(parent: Path, name: str) -> Path:

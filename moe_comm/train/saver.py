@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,18 @@ from moe_comm.train import config as configuration
 from moe_comm.train.checkpoint import Checkpointer, Entry, Loaded
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.corpus import Corpus
+from moe_comm.train.peer_memory import PeerMemory
 from moe_comm.train.trainer import Machinery
 
 MODEL, OPTIMIZER = "model", "optimizer"
 
 
 class RunSaver:
-    """Saves and restores a run in ``folder``. Every rank makes one alike. Collective."""
+    """Saves and restores a run in ``folder``. Every rank makes one alike. Collective.
+
+    Attributes:
+        memory: where its state is kept beside the disk; None: nowhere.
+    """
 
     def __init__(
         self, folder: Path, config: TrainConfig, machinery: Machinery, corpus: Corpus, extra: Mapping[str, Any]
@@ -31,10 +36,12 @@ class RunSaver:
         self._checkpoints = Checkpointer(
             folder, keep=config.checkpoint.keep, timeout_s=max(1800.0, config.parallel.timeout_s)
         )
+        self.memory: PeerMemory | None = None
 
     def wait_staged(self) -> float:
         """Seconds until the weights may change."""
-        return self._checkpoints.wait_staged()
+        waited = self._checkpoints.wait_staged()
+        return waited + (self.memory.wait_staged() if self.memory is not None else 0.0)
 
     def save(self, step: int) -> None:
         """Save after ``step`` steps.
@@ -69,16 +76,42 @@ class RunSaver:
             CheckpointError: it is damaged, or of another model or optimizer.
             ConfigError: it was trained on other data.
         """
-        machinery = self._machinery
         loaded: Loaded = self._checkpoints.load(path, self.entries())
+        self._take_over(loaded.state, str(path))
+        return loaded.step
+
+    def capture(self, step: int) -> tuple[dict[str, Entry], dict[str, Any]]:
+        """What ``save`` would: the tensors as they are after ``step`` steps, and the JSON beside."""
+        return self.entries(), self._state(step)
+
+    def recall(self, least: int, say: Callable[[str], None]) -> int | None:
+        """Take over the newest state that ``memory`` holds of every rank, if it is not from before step ``least``;
+        returns the steps done, None where there is none and nothing has changed. Collective.
+
+        Args:
+            say: told of what cannot be used, and why.
+
+        Raises:
+            ConfigError: it was trained on other data.
+        """
+        found = self.memory.restore(self.entries(), least, say) if self.memory is not None else None
+        if found is None:
+            return None
+        step, state = found
+        self._take_over(state, "what is kept in memory")
+        return step
+
+    def _take_over(self, state: Mapping[str, Any], where: str) -> None:
+        """The tensors of ``entries`` are those of ``state``: let the rest follow."""
+        machinery = self._machinery
         self._copy_tied()
-        steps = loaded.state.get("optimizer_steps")
+        steps = state.get("optimizer_steps")
         if not isinstance(steps, int):
-            raise CheckpointError(f"{path} does not say how many updates its optimizer has made")
+            raise CheckpointError(f"{where} does not say how many updates its optimizer has made")
         machinery.optimizer.load_steps(steps)
         machinery.data_parallel.publish()
-        self._corpus.resume(loaded.state["sampler"])
-        return loaded.step
+        machinery.history.load(state.get("history"))
+        self._corpus.resume(state["sampler"])
 
     def entries(self) -> dict[str, Entry]:
         """Everything that changes in training and lies on this rank, by its name in the whole model."""
@@ -118,6 +151,7 @@ class RunSaver:
         return {
             "optimizer_steps": self._machinery.optimizer.steps,
             "sampler": self._corpus.state(step),
+            "history": self._machinery.history.state(),
             "config": configuration.dump(self._config),
             "vocab": self._corpus.vocab_size,
             "end_of_text": self._corpus.end_of_text,

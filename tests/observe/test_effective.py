@@ -1,0 +1,103 @@
+"""The effective training time of runs whose clock is known."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from moe_comm.observe.effective import EffectiveTime, effective_time
+from moe_comm.observe.records import ATTEMPTS, METRICS, Attempt, append
+from moe_comm.topology import FoldedMesh, ParallelConfig
+from moe_comm.train.attempts import AttemptLog
+
+
+def _step(step: int, total: float, checkpoint: float = 0.0, skipped: str = "") -> str:
+    return json.dumps({"step": step, "times": {"total": total, "checkpoint": checkpoint}, "skipped": skipped})
+
+
+def _attempt(number: int, started: float, ready: float, **more: object) -> Attempt:
+    fields = {"number": number, "world": 2, "started_s": started, "ready_s": ready, "first_step": 1, "source": "fresh"}
+    return Attempt(**fields | more)  # type: ignore[arg-type]
+
+
+def _write(run: Path, attempts: list[Attempt], lines: list[str]) -> None:
+    for attempt in attempts:
+        append(run / ATTEMPTS, attempt)
+    (run / METRICS).write_text("".join(f"{line}\n" for line in lines))
+
+
+def test_the_parts_are_those_of_the_clock_and_add_up(tmp_path: Path) -> None:
+    _write(
+        tmp_path,
+        [
+            _attempt(0, 100.0, 110.0),
+            _attempt(1, 137.0, 140.0, first_step=3, last_s=130.0, lost_steps=2, lost_s=8.0),
+        ],
+        [
+            _step(1, 5.0),
+            _step(2, 5.0, 1.0),
+            '{"step": 2, "validation/loss": 3.0}',
+            _step(3, 4.0, 0.5, "NaN"),
+            _step(4, 6.0),
+        ],
+    )
+    found = effective_time(tmp_path, 200.0)
+    assert found == EffectiveTime(
+        attempts=2,
+        steps=3,
+        lost_steps=2,
+        wall_s=100.0,
+        productive_s=15.0,
+        start_s=10.0,
+        restart_s=10.0,
+        again_s=12.0,
+        checkpoint_s=1.0,
+    )
+    assert found is not None and found.ratio == 0.15 and found.other_s == 52.0
+    assert "15.0% of 100.0 s in 2 attempt(s)" in str(found) and "2 steps again 12.0 s" in str(found)
+    assert found.as_dict()["ratio"] == 0.15
+
+
+def test_lines_that_are_no_steps_or_cut_off_are_left_out(tmp_path: Path) -> None:
+    lines = [_step(1, 2.0), "[]", '{"step": "x"}', _step(2, float("nan")), _step(3, 1.0)[:-9]]
+    _write(tmp_path, [_attempt(0, 0.0, 1.0)], lines)
+    found = effective_time(tmp_path, 4.0)
+    assert found is not None and (found.steps, found.productive_s) == (1, 2.0)
+
+
+def test_the_end_is_when_the_last_step_was_written(tmp_path: Path) -> None:
+    _write(tmp_path, [_attempt(0, 1000.0, 1001.0)], [_step(1, 2.0)])
+    os.utime(tmp_path / METRICS, (1008.0, 1008.0))
+    found = effective_time(tmp_path)
+    assert found is not None and found.wall_s == 8.0
+
+
+def test_a_run_that_never_began_has_none(tmp_path: Path) -> None:
+    assert effective_time(tmp_path) is None
+    _write(tmp_path, [_attempt(0, 5.0, 5.0)], [])
+    found = effective_time(tmp_path, 5.0)
+    assert found is not None and found.ratio == 0.0
+
+
+def test_an_attempt_says_what_the_one_before_it_lost(tmp_path: Path) -> None:
+    mesh = FoldedMesh(ParallelConfig())
+    first = AttemptLog(tmp_path, mesh, 0, "fresh", ["a"])
+    first.before_step(1)
+    first.before_step(2)
+    (tmp_path / METRICS).write_text("".join(f"{_step(step, 0.5 * step)}\n" for step in (1, 2, 3, 4)))
+    os.utime(tmp_path / METRICS, (1234.0, 1234.0))
+    second = AttemptLog(tmp_path, mesh, 2, "peer memory", ["a"]).attempt
+    assert (first.attempt.number, second.number, second.first_step) == (0, 1, 3)
+    assert (second.last_s, second.lost_steps, second.lost_s) == (1234.0, 2, 3.5)
+
+
+def test_a_process_knows_when_it_started() -> None:
+    before = time.time()
+    code = "import time, moe_comm.train.attempts as a; print(a.process_start_s(), time.time())"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    started, now = map(float, out.split())
+    assert before - 0.05 <= started <= now, "to a tick of the system's clock"
