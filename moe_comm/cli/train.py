@@ -12,6 +12,8 @@ from moe_comm.cli.options import Config, Overrides, Settings, load
 from moe_comm.runtime.launch import Interrupted, init_ranks, launch, under_torchrun
 
 app = typer.Typer()
+LOADED = ("torch", "moe_comm.train.job", "moe_comm.train.inject", "torch.utils.tensorboard")
+"""What takes a rank seconds to load, and is loaded once for all where ranks may be started again."""
 
 
 @app.command()
@@ -42,13 +44,19 @@ def train(
     if dry_run:
         typer.echo(load("moe_comm.train.dry_run", "train").describe(found))
         return
-    ended_by = launch(_train_rank, (config, changes, found.parallel.timeout_s), found.parallel.ranks, restarts=restarts)
+    ended_by = launch(
+        train_rank,
+        (config, changes, found.parallel.timeout_s),
+        found.parallel.ranks,
+        restarts=restarts,
+        preload=LOADED if restarts else (),
+    )
     if signal.SIGINT in ended_by and not under_torchrun():  # a single rank, which ran here: no launcher saw it
         raise Interrupted(signal.SIGINT)
 
 
-def _train_rank(config: str, overrides: list[str], timeout_s: float) -> int:
-    """Returns the signal that ended the run; 0: none."""
+def train_rank(config: str, overrides: list[str], timeout_s: float) -> int:
+    """Body of a rank. Returns the signal that ended the run; 0: none."""
     from moe_comm import train as training
 
     with init_ranks(None, timeout_s) as ranks:

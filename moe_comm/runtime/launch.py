@@ -12,59 +12,45 @@ Ranks on one host meet through a file and talk over loopback: nothing listens on
 from __future__ import annotations
 
 import contextlib
-import json
-import logging
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from moe_comm import errors
-from moe_comm.errors import ConfigError, InputError, MissingDependency, MoeCommError, PeerError, UnsupportedModel
+from moe_comm.errors import ConfigError, PeerError
 from moe_comm.runtime import cpu_guard
+from moe_comm.runtime.agent import Interrupted, RankFailed, class_of, run_agent
+from moe_comm.runtime.rank_main import RAISED_AT, RESTARTS_VARIABLE, STOPPING
 
-RESTARTS_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 AGENT_STORE_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
 STORE_VARIABLE = "MOE_COMM_STORE"
 """Path of the file through which the ranks that ``launch`` started meet."""
-STOPPING = "stopping"
-"""File in the launcher's folder that tells ranks which start from now on to end at once. Torch's agent cannot be told
-not to start them: it asks how many restarts are left, not why."""
-FINAL = (ConfigError, InputError, UnsupportedModel, MissingDependency)
-"""What the user has to mend; ranks that are started again would meet it again."""
 MAX_RANKS = 1024
 AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """What torch's agent sets handlers for; ours take the first two where ranks run a function."""
-LINGER_S = 2.0
 SAME_PRESS_S = 1.0
 """A signal this soon after the first is taken for the same one: a terminal and a launcher may both pass it on."""
-RAISED_AT = "moe_comm_raised_at"
-"""Attribute of an exception that left ``init_ranks``: when, before leaving the group let the peers notice; ns."""
-
-
-class RankFailed(MoeCommError):
-    """A rank ended with an error that is not one of ours, or was killed. ``details`` holds its traceback."""
-
-    def __init__(self, message: str, details: str = "") -> None:
-        super().__init__(message)
-        self.details = details
-
-
-class Interrupted(MoeCommError):
-    """The launcher was told to stop by a signal, and its ranks have ended."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.number = number
+__all__ = [
+    "AGENT_STORE_VARIABLE",
+    "MAX_RANKS",
+    "RESTARTS_VARIABLE",
+    "STORE_VARIABLE",
+    "Interrupted",
+    "LocalRanks",
+    "RankFailed",
+    "available_cores",
+    "class_of",
+    "init_ranks",
+    "launch",
+    "under_torchrun",
+]
 
 
 @dataclass(frozen=True)
@@ -97,7 +83,12 @@ def under_torchrun() -> bool:
 
 
 def launch(
-    entry: Callable[..., Any] | str, args: Sequence[Any] = (), ranks: int = 1, *, restarts: int = 0
+    entry: Callable[..., Any] | str,
+    args: Sequence[Any] = (),
+    ranks: int = 1,
+    *,
+    restarts: int = 0,
+    preload: Sequence[str] = (),
 ) -> list[Any]:
     """Run ``entry(*args)`` in ``ranks`` processes on this host, or here if this process already is a rank.
 
@@ -109,6 +100,9 @@ def launch(
         restarts: how often all ranks are started again when one fails, as torchrun's ``--max-restarts``. What they
             had done is theirs to find again, from a checkpoint say. What would only fail again is not repeated:
             ``FINAL`` errors of a function. It then runs in a process of its own for one rank too.
+        preload: modules that a function needs. Its ranks are then forked from one process that has loaded them, which
+            spares every rank, at every start, the seconds that loading takes. They must not use torch, or start
+            threads, when they are loaded. Only the first launch of a process chooses them.
 
     Returns:
         What each rank returned, by rank (None for a module); under torchrun only this rank's.
@@ -134,10 +128,10 @@ def launch(
         }
         with _environment(variables), _signal_handlers():
             if isinstance(entry, str):
-                return _run_agent(entry, args, ranks, Path(folder), restarts, AGENT_SIGNALS)
+                return run_agent(entry, args, ranks, Path(folder), restarts, AGENT_SIGNALS)
             with _passed_on(Path(folder)) as signals:
                 try:
-                    results = _run_agent(entry, args, ranks, Path(folder), restarts, AGENT_SIGNALS[2:])
+                    results = run_agent(entry, args, ranks, Path(folder), restarts, AGENT_SIGNALS[2:], preload)
                 except (RankFailed, PeerError) as error:
                     if signals and not getattr(error, "details", ""):  # what the signal itself did to the ranks
                         raise Interrupted(signals[0]) from None
@@ -145,132 +139,6 @@ def launch(
             if signal.SIGINT in signals:
                 raise Interrupted(signal.SIGINT)
             return results
-
-
-def _run_agent(
-    entry: Callable[..., Any] | str,
-    args: Sequence[Any],
-    ranks: int,
-    folder: Path,
-    restarts: int,
-    signals: Sequence[signal.Signals],
-) -> list[Any]:
-    """``signals``: what the agent itself answers by ending the ranks; it kills those that take more than 30 s."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    _quiet_agent()
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=folder.name,
-        rdzv_backend="c10d",
-        rdzv_endpoint=str(folder / "rendezvous"),
-        rdzv_configs={"store_type": "file"},
-        local_addr="127.0.0.1",
-        max_restarts=restarts,
-        start_method="spawn",
-        signals_to_handle=",".join(kind.name for kind in signals),
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
-    )
-    (folder / "rendezvous").touch(mode=0o600)
-    (folder / "errors").mkdir()
-    try:
-        if callable(entry):
-            results = elastic_launch(config, _rank_main)(entry, tuple(args), str(folder))
-        else:
-            results = elastic_launch(config, sys.executable)("-m", entry, *args)
-    except ChildFailedError as error:
-        # Ranks that are started again only to end leave no record: what those before them left is the cause.
-        attempts = [int(path.name) for path in (folder / "errors").iterdir()] or [0]
-        attempt = max(attempts) if (folder / STOPPING).exists() else restarts
-        raise _cause(error.failures, folder / "errors" / str(attempt)) from None
-    except SignalException as error:
-        raise Interrupted(int(error.sigval)) from None
-    return [results.get(rank) for rank in range(ranks)]
-
-
-def _rank_main(entry: Callable[..., Any], args: tuple[Any, ...], folder: str) -> Any:
-    """Body of a launched rank: run ``entry`` and leave a record of what went wrong for the launcher to report."""
-    if Path(folder, STOPPING).exists():
-        raise SystemExit(1)
-    try:
-        return entry(*args)
-    except KeyboardInterrupt:
-        # Torch would let the rank end as if it were done, and then wait for its result.
-        raise SystemExit(128 + signal.SIGINT) from None
-    except Exception as error:
-        record = {
-            "time": vars(error).get(RAISED_AT, time.time_ns()),
-            "kind": type(error).__name__,
-            "message": str(error),
-            "traceback": traceback.format_exc(),
-        }
-        if isinstance(error, FINAL):
-            Path(folder, STOPPING).touch()
-        errors_folder = Path(folder, "errors", os.environ.get(RESTARTS_VARIABLE, "0"))
-        errors_folder.mkdir(exist_ok=True)
-        path = errors_folder / os.environ["RANK"]
-        path.with_suffix(".part").write_text(json.dumps(record))
-        path.with_suffix(".part").rename(path)
-        _linger(errors_folder)
-        # Not re-raised: the agent would print a traceback for every rank; the launcher speaks for all.
-        raise SystemExit(1) from None
-
-
-def _linger(errors_folder: Path) -> None:
-    """Let ranks that failed at the same time say why: the agent stops all others as soon as it sees one end, and an
-    echo (a peer that finds its connection closed) can end before its cause has written its record."""
-    deadline = time.monotonic() + LINGER_S
-    while len(_recorded(errors_folder)) < int(os.environ["WORLD_SIZE"]) and time.monotonic() < deadline:
-        time.sleep(0.02)
-
-
-def _recorded(errors_folder: Path) -> list[Path]:
-    return [path for path in errors_folder.iterdir() if not path.suffix] if errors_folder.is_dir() else []
-
-
-def _cause(failures: dict[int, Any], errors_folder: Path) -> MoeCommError:
-    """The error to raise for a failed run: the earliest cause rather than what it did to the other ranks."""
-    records = {int(path.name): json.loads(path.read_text()) for path in _recorded(errors_folder)}
-    by_time = sorted(records, key=lambda rank: records[rank]["time"])
-    causes = [rank for rank in by_time if not issubclass(class_of(records[rank]["kind"]), PeerError)]
-    # The agent ends the remaining ranks with SIGTERM; any other end without a record is a cause too.
-    silent = [rank for rank in sorted(failures.keys() - records.keys()) if failures[rank].exitcode != -signal.SIGTERM]
-    for rank in (*causes, *silent, *by_time, *sorted(failures)):
-        return _from_record(rank, records[rank]) if rank in records else _from_exit(rank, failures[rank])
-    return RankFailed("the ranks failed and left no reason")
-
-
-def _from_record(rank: int, record: dict[str, Any]) -> MoeCommError:
-    kind = class_of(record["kind"])
-    message = record["message"] or record["kind"]
-    if issubclass(kind, MoeCommError):
-        return kind(f"rank {rank}: {message}")
-    return RankFailed(f"rank {rank} failed with {record['kind']}: {message}", record["traceback"])
-
-
-def _from_exit(rank: int, failure: Any) -> RankFailed:
-    who = f"rank {rank} (pid {failure.pid})"
-    if failure.exitcode >= 0:
-        return RankFailed(f"{who} ended with exit code {failure.exitcode}")
-    hint = "; was it out of memory?" if failure.exitcode == -signal.SIGKILL else ""
-    return RankFailed(f"{who} was killed by {signal.Signals(-failure.exitcode).name}{hint}")
-
-
-def class_of(kind: str) -> type[Exception]:
-    """The class of ours with that name; plain ``Exception`` for anything else."""
-    found = getattr(errors, kind, Exception)
-    return found if isinstance(found, type) and issubclass(found, Exception) else Exception
-
-
-def _quiet_agent() -> None:
-    """The agent logs a rank's failure several times over; what it knows is raised as one error instead."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
-            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
 
 
 @contextlib.contextmanager

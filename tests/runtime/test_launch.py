@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from moe_comm.errors import CheckpointError, ConfigError, InputError, PeerDied, RoutingError
+from moe_comm.runtime import agent
 from moe_comm.runtime.launch import (
     STORE_VARIABLE,
     Interrupted,
@@ -237,6 +239,66 @@ def test_an_error_on_the_way_out_is_told(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="could not finish"):
         launch(stop_when_told, (str(tmp_path), "fails"), ranks=2, restarts=1)
     thread.join()
+
+
+def test_ranks_forked_from_a_process_that_has_loaded_modules_are_as_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for threads in ("1", "2"):  # of this launch, though the process that they are forked from is older
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        results = launch(sum_of_ranks, (10,), ranks=2, preload=("torch",))
+        assert [(r["rank"], r["total"], r["threads"]) for r in results] == [(0, 21, threads), (1, 21, threads)]
+        loopback = {"0100007F", "00000000000000000000000001000000"}
+        assert all(r["left"] and r["torchrun"] and r["listening"] <= loopback for r in results)
+    assert launch(loaded_before, ranks=1, restarts=1, preload=("torch",)) == [(True, 2)]
+
+
+def loaded_before() -> tuple[bool, int]:
+    """Whether this process was forked from one that is not the launcher; threads of torch."""
+    parent = multiprocessing.parent_process()
+    return parent is not None and parent.pid != os.getppid(), torch.get_num_threads()
+
+
+def test_forked_ranks_that_fail_are_started_again_and_named(tmp_path: Path) -> None:
+    preload = ("torch",)
+    assert launch(fail_at_first, (str(tmp_path), "killed", 1), 2, restarts=1, preload=preload) == [(2, 1), (2, 1)]
+    with pytest.raises(RankFailed, match=r"^rank 1 \(pid \d+\) was killed by SIGKILL"):
+        launch(fail, ("killed",), ranks=2, preload=preload)
+
+
+def test_forked_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
+    code = (
+        "from tests.runtime.test_launch import launch, wait_for_ever\n"
+        f"launch(wait_for_ever, ({str(tmp_path)!r},), 2, preload=('torch',))"
+    )
+    with subprocess.Popen([sys.executable, "-c", code]) as launcher:
+        ends = time.monotonic() + 60
+        while len(found := [path for path in tmp_path.iterdir() if not path.suffix]) < 2 and time.monotonic() < ends:
+            time.sleep(0.01)
+        pids = [int(path.name) for path in found]
+        launcher.kill()
+    while [pid for pid in pids if Path("/proc", str(pid)).exists()] and time.monotonic() < ends:
+        time.sleep(0.01)
+    assert len(pids) == 2 and not [pid for pid in pids if Path("/proc", str(pid)).exists()]
+
+
+def wait_for_ever(folder: str) -> None:
+    Path(folder, str(os.getpid())).touch()
+    threading.Event().wait(120)
+
+
+def test_a_stopped_rank_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(agent, "ENDING_S", 0.1)
+    with pytest.raises(InputError, match="rank 1: the rows are wrong"):
+        launch(stop_or_fail, (str(tmp_path / "failed"),), ranks=2)
+    assert time.time() - (tmp_path / "failed").stat().st_mtime < 25, "torch's agent waits 30 s"
+
+
+def stop_or_fail(mark: str) -> None:
+    with init_ranks("cpu", timeout_s=60) as ranks:
+        dist.barrier()
+        if ranks.rank == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        Path(mark).touch()
+        raise InputError("the rows are wrong")
 
 
 @pytest.mark.parametrize("ranks", [0, -1, 10**6])

@@ -1,0 +1,168 @@
+"""The harm itself: what faults on purpose do to this process, to its host, and to files."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from moe_comm.errors import ConfigError
+from moe_comm.observe.faults import Fault
+from moe_comm.train.checkpoint.folder import COMPLETE, MANIFEST, METADATA, complete
+
+EXIT_CODE = 17
+LINK = "link0"
+"""The interface of a host made by ``moe_comm.bench.hosts``."""
+COMMAND_TIMEOUT_S = 10.0
+
+
+def strike(fault: Fault) -> None:
+    """Do what ``fault`` says; returns where the rank survives it at once."""
+    match fault.kind:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "segv":
+            resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+            ctypes.string_at(0)
+        case "exit":
+            os._exit(EXIT_CODE)
+        case "hold_gil":
+            thread = threading.Thread(target=_hold_gil, args=(fault.seconds,), name="holds the GIL", daemon=True)
+            thread.start()
+            thread.join()
+        case "slow_cpu":
+            end = time.monotonic() + fault.seconds
+            while time.monotonic() < end:
+                sum(range(1000))
+        case "slow_sleep":
+            time.sleep(fault.seconds)
+        case "full_shm":
+            _fill("/dev/shm", fault.mib << 20, fault.seconds)
+
+
+def _hold_gil(seconds: float) -> None:
+    """Wait in C without letting go of Python's lock."""
+    end = time.monotonic() + seconds
+    library = ctypes.PyDLL(None)
+    while (left := end - time.monotonic()) > 0:
+        library.poll(None, 0, min(int(left * 1000) + 1, 1 << 30))
+
+
+def _fill(folder: str, most: int, seconds: float) -> None:
+    """Take the free memory behind ``folder``, at most so many bytes, in a file without a name: whatever ends this
+    process frees it."""
+    space = os.statvfs(folder)
+    size = min(space.f_bavail * space.f_frsize, most)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        with contextlib.suppress(OSError):  # somebody else was faster
+            os.posix_fallocate(file.fileno(), 0, max(size, 1))
+        time.sleep(seconds)
+
+
+def choose_file(checkpoints: Path, kind: str, chance: random.Random) -> Path | None:
+    """A file of the newest complete checkpoint that ``kind`` can damage; None where there is none.
+
+    Not the mark that says that it is complete: without it, it would be no checkpoint.
+    """
+    found = complete(checkpoints, lenient=True)
+    if not found:
+        return None
+    shards = sorted(found[-1].path.glob("rank-*"))
+    names = shards if kind == "checkpoint_missing" else [*shards, found[-1].path / METADATA, found[-1].path / MANIFEST]
+    there = [path for path in names if path.exists() and path.name != COMPLETE]
+    return chance.choice(there) if there else None
+
+
+def damage(path: Path, kind: str, chance: random.Random) -> None:
+    """Truncate ``path`` at, or flip a bit in, a place drawn by chance, or delete it."""
+    if kind == "checkpoint_missing":
+        path.unlink()
+        return
+    content = bytearray(path.read_bytes())
+    at = chance.randrange(len(content))
+    if kind == "checkpoint_truncate":
+        os.truncate(path, at)
+    else:
+        content[at] ^= 1 << chance.randrange(8)
+        path.write_bytes(content)
+
+
+def folder_before(run: Path, name: str) -> Path | None:
+    """The run folder of this name that was begun just before ``run``, if that run did not finish."""
+    older = [path for path in run.parent.glob(f"{name}-*") if path != run and (path / "config.resolved.toml").exists()]
+    if not older:
+        return None
+    newest = max(older, key=lambda path: (path / "config.resolved.toml").stat().st_mtime_ns)
+    with contextlib.suppress(OSError, ValueError):
+        if json.loads((newest / "result.json").read_text()).get("status") == "finished":
+            return None
+    return newest
+
+
+def check_link() -> str:
+    """Whether this rank's host has a link of its own that may be slowed.
+
+    Raises:
+        ConfigError: it has none; the message says what to do.
+    """
+    problem = ""
+    if os.path.exists("/proc/1/ns/net") and _same_network():
+        problem = "this rank is in the machine's own network"
+    elif LINK not in {name for _, name in socket.if_nameindex()}:
+        problem = f"this rank's host has no interface {LINK}"
+    elif shutil.which("tc") is None:
+        problem = "tc is not installed (package iproute2)"
+    else:
+        with contextlib.suppress(ConfigError):
+            _shape()
+            return ""
+        problem = f"the link of this host is not shaped, or tc may not be run by user id {os.geteuid()}"
+    raise ConfigError(f"slow_link: {problem}; it needs ranks on hosts of moe_comm.bench.hosts (run_on_hosts), as root")
+
+
+def slow_link(mbit: float) -> Callable[[], None]:
+    """Let this host's link carry ``mbit`` Mbit/s; returns what gives it its rate back."""
+    before = _shape()
+    _tc("replace", {**before, "rate": f"{mbit}mbit"})
+    return lambda: _tc("replace", before)
+
+
+def _same_network() -> bool:
+    with contextlib.suppress(OSError):
+        return os.stat("/proc/1/ns/net").st_ino == os.stat("/proc/self/ns/net").st_ino
+    return True
+
+
+def _shape() -> dict[str, str]:
+    """What tbf says of the link: rate, burst and lat, as tc prints and takes them."""
+    words = _run("qdisc", "show", "dev", LINK).split()
+    found: dict[str, str] = {key: words[words.index(key) + 1] for key in ("rate", "burst", "lat") if key in words}
+    if "tbf" not in words or len(found) != 3:
+        raise ConfigError(f"{LINK} is not shaped by tbf: {' '.join(words)}")
+    return found
+
+
+def _tc(verb: str, shape: dict[str, str]) -> None:
+    rate, burst, latency = shape["rate"], shape["burst"], shape["lat"]
+    _run("qdisc", verb, "dev", LINK, "root", "tbf", "rate", rate, "burst", burst, "latency", latency)
+
+
+def _run(*arguments: str) -> str:
+    done = subprocess.run(("tc", *arguments), capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
+    if done.returncode:
+        raise ConfigError(f"tc {' '.join(arguments)}: {done.stderr.strip()}")
+    return done.stdout

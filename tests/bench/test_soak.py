@@ -1,0 +1,81 @@
+"""A run through faults of every kind ends with the bits of one without, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_comm.bench import left_over, soak
+from moe_comm.bench.soak import Soak
+from moe_comm.errors import ConfigError
+from moe_comm.observe.faults import DAMAGE, KINDS, parse
+
+
+def test_a_plan_has_every_kind_and_harms_checkpoints_where_they_are_read(tmp_path: Path) -> None:
+    faults = [parse(text) for text in soak.plan(Soak(tmp_path, faults=60))]
+    assert len(faults) == 60
+    assert {fault.kind for fault in faults} == set(KINDS) - {"slow_link"}
+    for fault, following in itertools.pairwise(faults):
+        if fault.kind in DAMAGE:
+            assert (following.kind, following.step, following.rank) == ("kill", fault.step, fault.rank)
+            assert fault.step is not None
+            assert (fault.step - 1) // 4 * 4 > (fault.step - 1) // 3 * 3, "newer than what is in memory"
+        else:
+            assert following.step is not None and fault.step is not None and following.step > fault.step
+    assert [parse(text) for text in soak.plan(Soak(tmp_path, faults=60))] == faults
+    assert soak.plan(Soak(tmp_path, faults=60, seed=1)) != soak.plan(Soak(tmp_path, faults=60))
+    with pytest.raises(ConfigError, match="got 4, 10, slow_link; known: kill"):
+        Soak(tmp_path, faults=10, kinds=("kill", "slow_link"))
+
+
+def test_thirty_faults_of_all_kinds_leave_no_trace(tmp_path: Path) -> None:
+    settings = Soak(tmp_path, ranks=2, faults=30, seed=1)
+    said: list[str] = []
+    found = soak.run(settings, said.append)
+    assert not soak.problems(found), found["difference"] or found["left_behind"]
+    assert found["identical"] and found["faults"] == 30
+    assert len(found["kinds"]) >= 12
+    for kind, one in found["kinds"].items():
+        assert one["recovered"] is not None, f"{kind} was never past"
+        harmless = kind in ("slow_cpu", "slow_sleep", "full_shm")
+        assert harmless or one["detected"] is not None, f"{kind} was never noticed"
+    assert 0 < found["effective_time_ratio"] < 1
+    assert json.loads(json.dumps(found)) == found
+    assert "30 faults" in soak.table(found) and said
+    # A soak that is complete is not done again, and one with other settings is not taken for it.
+    assert soak.run(settings, said.append)["kinds"] == found["kinds"]
+    with pytest.raises(ConfigError, match="holds a soak with other settings"):
+        soak.run(Soak(tmp_path, ranks=2, faults=31, seed=1))
+
+
+def test_what_a_run_left_behind_is_told_from_what_belongs_to_others(tmp_path: Path) -> None:
+    before = left_over.look()
+    code = "import sys; sys.stdin.read()"
+    mark = "MOE_COMM_SOAK=test-of-left-over"
+    name, _, value = mark.partition("=")
+    environments = [os.environ | {name: value}, dict(os.environ)]
+    ours, others = (
+        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, env=environment)
+        for environment in environments
+    )
+    made = [Path(f"/dev/shm/moe_comm-test.{process.pid}.{tmp_path.name}") for process in (ours, others)]
+    try:
+        for path in made:
+            path.touch()
+        before.watch(mark)
+        left = [line for line in before.left(mark, 0.0) if "moe_comm-test" in line or "process" in line]
+        assert [line for line in left if str(ours.pid) in line and "process" in line]
+        assert str(made[0]) in left
+        assert not [line for line in left if str(others.pid) in line]
+    finally:
+        for process in (ours, others):
+            process.communicate()
+        for path in made:
+            path.unlink()
+    assert not [line for line in before.left(mark, 5.0) if "moe_comm-test" in line or "process" in line]

@@ -1,0 +1,166 @@
+"""Plans of faults: what they mean, when they are due, what is written down; and what became of them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_comm.errors import ConfigError
+from moe_comm.observe.faults import (
+    DAMAGE,
+    FATAL,
+    KINDS,
+    Fault,
+    Injection,
+    Plan,
+    parse,
+    read_injections,
+    write_injection,
+)
+from moe_comm.observe.records import ATTEMPTS, FAULTS, INJECTED, Attempt, FaultRecord, append
+from moe_comm.observe.survival import PROGRESS, answers, summary
+
+
+def test_a_fault_is_read_as_it_is_written() -> None:
+    assert parse("kill:rank=1,step=5") == Fault("kill", rank=1, step=5)
+    assert parse("nan_loss:rank=any,probability=0.01") == Fault("nan_loss", probability=0.01)
+    assert parse("stop:mean_s=60") == Fault("stop", mean_s=60.0)
+    slow = Fault("slow_sleep", step=2, seconds=0.5, steps=3, at="end")
+    assert parse(" slow_sleep:seconds=0.5, steps = 3,step=2, at=end") == slow
+    assert parse("hold_gil:step=1").seconds > 60, "until somebody kills the rank"
+    assert set(KINDS) > FATAL | DAMAGE
+    for kind in KINDS:
+        fault = parse(f"{kind}:rank=2,step=7")
+        assert parse(str(fault)) == fault
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("kil:step=1", r"unknown kind 'kil' \(did you mean kill\?\); known: kill, stop"),
+        ("", "unknown kind ''"),
+        ("kill", "one of step, probability and mean_s; got none"),
+        ("kill:step=1,mean_s=3", "got step and mean_s"),
+        ("kill:step=0", "step must be at least 1; got 0"),
+        ("kill:step=x", "step must be a whole number; got 'x'"),
+        ("kill:rank=one,step=1", "rank must be a whole number or any; got 'one'"),
+        ("kill:rank=-1,step=1", "rank must be at least 0"),
+        ("kill:step=1,step=2", "step needs one value"),
+        ("kill:step=", "step needs one value, as in step=5"),
+        ("kill:stp=1", r"kill has no option 'stp' \(did you mean step\?\)"),
+        ("kill:step=1,seconds=2", "kill has no option 'seconds'; it has: rank, step"),
+        ("kill:step=1,at=middle", "at must be one of start, forward, backward, end"),
+        ("kill:probability=1.5", r"probability must be in \(0, 1\]; got 1.5"),
+        ("kill:probability=nan", r"probability must be in \(0, 1\]"),
+        ("stop:mean_s=inf", "mean_s must be positive"),
+        ("stop:mean_s=-3", "mean_s must be positive"),
+    ],
+)
+def test_what_is_no_fault_is_refused_with_advice(text: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        parse(text)
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_a_fault_or_a_configuration_error(text: str) -> None:
+    for candidate in (text, f"kill:{text}"):
+        with contextlib.suppress(ConfigError):
+            assert parse(candidate).kind in KINDS
+
+
+def due_on(texts: list[str], world: int, steps: int, seed: int = 3) -> list[tuple[int, int, str]]:
+    """(step, rank, kind) of all that is due, without any of it happening."""
+    plans = [Plan.of(texts, seed, rank, world) for rank in range(world)]
+    return [
+        (step, plan.rank, due.fault.kind)
+        for step in range(1, steps + 1)
+        for plan in plans
+        for thread in (False, True)
+        for due in plan.due(step, 0.0, thread=thread)
+    ]
+
+
+def test_what_is_due_depends_on_the_seed_and_the_step_alone() -> None:
+    texts = ["kill:rank=1,step=5", "nan_loss:probability=0.2", "raise_thread:step=9", "exit:step=5"]
+    found = due_on(texts, 4, 200)
+    assert found == due_on(texts, 4, 200) != due_on(texts, 4, 200, seed=4)
+    assert (5, 1, "kill") in found
+    for kind in ("raise_thread", "exit"):  # any rank is one rank
+        assert len([one for one in found if one[2] == kind]) == 1
+    chances = [one for one in found if one[2] == "nan_loss"]
+    assert 20 <= len(chances) <= 60 and len({step for step, _, _ in chances}) == len(chances)
+    assert len({rank for _, rank, _ in chances}) == 4
+    # What was asked for step 100 first is the same: nothing is drawn one after another.
+    plan = Plan.of(texts, 3, 0, 4)
+    assert [(100, 0, due.fault.kind) for due in plan.due(100, 0.0)] == [one for one in found if one[:2] == (100, 0)]
+
+
+def test_what_has_happened_does_not_happen_again() -> None:
+    plan = Plan.of(["kill:rank=0,step=5"], 0, 0, 1)
+    (due,) = plan.due(5, 0.0)
+    again = Plan.of(["kill:rank=0,step=5"], 0, 0, 1, attempt=1)
+    again.fired = {due.key}
+    assert not again.due(5, 0.0)
+    with pytest.raises(ConfigError, match="no rank 2 among 2"):
+        Plan.of(["kill:rank=2,step=5"], 0, 0, 2)
+
+
+def test_mean_time_between_faults_goes_by_the_clock() -> None:
+    plans = [Plan.of(["stop:mean_s=10"], 1, rank, 4) for rank in range(4)]
+    count = sum(len(plan.due(step, 0.5 * step)) for plan in plans for step in range(1, 20_001))
+    assert 900 <= count <= 1100, "10,000 s of all ranks together"
+    one = Plan.of(["stop:rank=1,mean_s=10"], 1, 0, 4)
+    assert not any(one.due(step, 100.0 * step) for step in range(1, 100))
+
+
+def test_injections_are_read_back_without_what_was_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / INJECTED
+    assert read_injections(path) == []
+    lines = [Injection(2.0, "1@5", "kill", 1, 5, 0, "kill:rank=1,step=5"), Injection(1.0, "0@2", "exit", 0, 2, 0, "")]
+    for line in lines:
+        write_injection(path, line)
+    with path.open("a") as file:
+        file.write('[]\n{"time_s": "late", "key": 1}\nnull\n{"time_s": 3.0, "ke')
+    assert read_injections(path) == sorted(lines, key=lambda one: one.time_s)
+
+
+def test_faults_are_answered_by_what_was_noticed_before_the_run_was_past_them(tmp_path: Path) -> None:
+    kill = Injection(100.0, "0@5", "kill", 1, 5, 0, "kill:rank=1,step=5")
+    slow = dataclasses.replace(kill, time_s=200.0, key="1@9", kind="slow_cpu", step=9, attempt=1)
+    harm = dataclasses.replace(kill, time_s=300.0, key="2@12", kind="checkpoint_flip", step=12, attempt=1)
+    for injection in (kill, slow, harm):
+        write_injection(tmp_path / INJECTED, injection)
+    append(tmp_path / FAULTS, FaultRecord(100.25, 5, "died", [1], "stop"))
+    append(tmp_path / FAULTS, FaultRecord(304.0, 8, "checkpoint", [], "restart", "its sha256 differs"))
+    append(tmp_path / ATTEMPTS, Attempt(1, 2, 101.0, 102.0, 5, "checkpoint"))
+    append(tmp_path / ATTEMPTS, Attempt(2, 2, 303.0, 305.0, 9, "checkpoint"))
+    steps = [
+        (5, 103.0, 1),
+        (6, 104.0, 1),
+        (9, 200.5, 1),
+        (10, 201.0, 1),
+        (13, 301.0, 1),
+        (12, 306.0, 2),
+        (13, 307.0, 2),
+    ]
+    for step, time_s, attempt in steps:
+        append(tmp_path / PROGRESS, {"step": step, "time_s": time_s, "attempt": attempt})
+    found = answers(tmp_path)
+    assert [(one.detected_s, one.recovered_s) for one in found[::2]] == [(0.25, 4.0), (4.0, 7.0)]
+    assert found[0].noticed == "died rank 1: stop"
+    assert math.isnan(found[1].detected_s) and found[1].recovered_s == 1.0 and not found[1].noticed
+    told = summary(found)
+    assert told["kill"] == {
+        "count": 1,
+        "detected": {"median": 0.25, "p99": 0.25, "worst": 0.25},
+        "recovered": {"median": 4.0, "p99": 4.0, "worst": 4.0},
+    }
+    assert told["slow_cpu"]["detected"] is None
+    assert json.loads(json.dumps(told)) == told
