@@ -1,0 +1,60 @@
+"""What a run's folder says of who held it up, and the command that prints it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moe_comm.cli import run as command
+from moe_comm.errors import InputError
+from moe_comm.observe import records
+from moe_comm.observe.culprits import culprits
+from moe_comm.observe.records import FaultRecord, LineWriter
+from tests.observe.test_diagnose import STEPS, lines
+
+
+def write(folder: Path, slow: dict[int, float]) -> Path:
+    for line in lines(4, slow=slow):
+        records.append(folder / records.RANKS / f"rank-{line.rank:05d}.jsonl", line)
+    return folder
+
+
+def test_windows_that_follow_each_other_and_name_the_same_rank_are_one(tmp_path: Path) -> None:
+    write(tmp_path, {2: 2.0})
+    (found,) = culprits(tmp_path, size=8)
+    assert (found.finding.ranks, found.first_step, found.last_step) == ((2,), 1, STEPS)
+    assert str(found).startswith(f"steps 1 to {STEPS}: slow rank, rank 2 (100% sure): rank 2 on host1 spends ")
+
+
+def test_what_the_watchers_noticed_comes_with_it_in_order(tmp_path: Path) -> None:
+    write(tmp_path, {2: 2.0})
+    writer = LineWriter(tmp_path / records.FAULTS)
+    writer.write(FaultRecord(0.0, 30, "stuck", [1], "restart", "rank 1 waits for nobody"))
+    writer.write(FaultRecord(0.0, 31, "spike", [0], "rerun"))
+    writer.close()
+    found = culprits(tmp_path)
+    assert [(one.finding.kind, one.finding.ranks, one.first_step) for one in found] == [
+        ("slow rank", (2,), 1),
+        ("hang", (1,), 30),
+    ]
+    assert culprits(tmp_path, (25, 35))[0].finding.kind == "hang"
+
+
+def test_the_command_says_who_or_that_nobody_stands_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slow, fine = write(tmp_path / "slow", {0: 3.0}), write(tmp_path / "fine", {})
+    out = tmp_path / "found.json"
+    assert command(["diagnose", str(slow), "--steps", "5:15", "--json", str(out)]) == 0
+    assert "steps 5 to 15: slow rank, rank 0 (" in capsys.readouterr().out
+    (found,) = json.loads(out.read_text())
+    assert found["finding"]["kind"] == "slow rank" and found["finding"]["ranks"] == [0]
+    assert command(["diagnose", str(fine)]) == 0
+    assert capsys.readouterr().out == "nobody stands out\n"
+
+
+def test_a_folder_without_records_is_an_error_that_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InputError, match="observe"):
+        culprits(tmp_path)
+    assert command(["diagnose", str(tmp_path / "none")]) == 2
+    assert "is no folder of a run" in capsys.readouterr().err

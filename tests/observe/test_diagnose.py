@@ -1,0 +1,135 @@
+"""Who is named for what, on steps made by hand; and that nobody is named where nothing is wrong."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moe_comm.errors import InputError
+from moe_comm.observe.diagnose import Finding, diagnose
+from moe_comm.observe.records import RankStep
+from moe_comm.observe.window import Window, make_window
+
+STEPS = 20
+
+
+def lines(
+    world: int,
+    seed: int = 0,
+    slow: dict[int, float] | None = None,
+    part: str = "compute",
+    rows: np.ndarray | None = None,
+    per_row: float = 0.0,
+    links: np.ndarray | None = None,
+    noise: float = 0.03,
+) -> list[RankStep]:
+    """Steps of 100 ms of own work, ``slow`` times as much on some ranks; a host for every two ranks."""
+    generator = np.random.default_rng(seed)
+    found = []
+    for step in range(1, STEPS + 1):
+        for rank in range(world):
+            factor = (slow or {}).get(rank, 1.0)
+            took = {"compute": 0.1, "data": 0.005, "checkpoint": 0.0}
+            took[part] *= factor
+            mine = 0 if rows is None else int(rows[step - 1, rank])
+            took["compute"] += mine * per_row
+            took = {name: value * float(np.exp(noise * generator.standard_normal())) for name, value in took.items()}
+            probes = {}
+            if links is not None and rank % 2 == 0:
+                for peer in range(0, world, 2):
+                    if peer != rank:
+                        jitter = float(np.exp(0.1 * generator.standard_normal()))
+                        probes[str(peer)] = float(links[peer // 2, rank // 2]) * jitter
+            found.append(
+                RankStep(
+                    step=step,
+                    rank=rank,
+                    host=f"host{rank // 2}",
+                    begin_s=float(step),
+                    total=0.2,
+                    communication=0.05,
+                    memory_bytes=0,
+                    rows=mine,
+                    links=probes,
+                    **took,
+                )
+            )
+    return found
+
+
+def only(window: Window) -> Finding:
+    found = diagnose(window)
+    assert len(found) == 1, found
+    return found[0]
+
+
+@pytest.mark.parametrize("world", [2, 4, 16])
+@pytest.mark.parametrize("part", ["compute", "data"])
+def test_a_slow_rank_is_named_with_what_it_is_slow_at(world: int, part: str) -> None:
+    found = only(make_window(lines(world, slow={1: 2.5}, part=part)))
+    assert (found.kind, found.ranks) == ("slow rank", (1,))
+    assert found.factor == pytest.approx(2.5, rel=0.1) and found.sure > 0.95
+    assert part in found.why and "host0" in found.why
+
+
+def test_nobody_is_named_in_healthy_runs() -> None:
+    for seed in range(100):
+        assert diagnose(make_window(lines(4, seed, links=healthy(2)))) == []
+
+
+def test_a_rank_whose_experts_are_popular_is_not_slow() -> None:
+    generator = np.random.default_rng(0)
+    rows = generator.integers(800, 1200, (STEPS, 4)) + np.array([0, 4000, 0, 0])
+    window = make_window(lines(4, rows=rows, per_row=5e-5))
+    assert window.parts["compute"][:, 1].mean() > 2 * window.parts["compute"][:, 0].mean()
+    assert diagnose(window) == []
+
+
+def test_a_slow_rank_is_named_although_its_rows_differ_from_step_to_step() -> None:
+    rows = np.random.default_rng(0).integers(500, 1500, (STEPS, 4))
+    found = only(make_window(lines(4, slow={2: 2.0}, rows=rows, per_row=2e-5)))
+    assert (found.kind, found.ranks) == ("slow rank", (2,))
+
+
+def test_ranks_are_held_against_those_of_their_stage() -> None:
+    """The last stage has the output layer, and nobody is slow."""
+    every = make_window(lines(4, slow={2: 1.6, 3: 1.6}), stage=(0, 0, 1, 1))
+    assert diagnose(every) == []
+    slow = make_window(lines(4, slow={2: 1.6, 3: 3.2}), stage=(0, 0, 1, 1))
+    assert only(slow).ranks == (3,)
+
+
+def healthy(hosts: int) -> np.ndarray:
+    return np.full((hosts, hosts), 0.002)
+
+
+@pytest.mark.parametrize("hosts", [2, 3, 4, 8])
+def test_one_hot_cell_is_a_link(hosts: int) -> None:
+    links = healthy(hosts)
+    links[1, 0] = 0.02
+    found = only(make_window(lines(2 * hosts, links=links)))
+    assert (found.kind, found.ranks) == ("slow link", (2, 0))
+
+
+@pytest.mark.parametrize("hosts", [3, 4, 8])
+def test_a_hot_row_is_a_sender_a_hot_column_a_receiver_and_both_a_host(hosts: int) -> None:
+    for kind, rows, columns in (("slow sender", [1], []), ("slow receiver", [], [1]), ("slow host", [1], [1])):
+        links = healthy(hosts)
+        links[rows], links[:, columns] = 0.03, 0.03
+        found = only(make_window(lines(2 * hosts, links=links)))
+        assert (found.kind, found.ranks) == (kind, (2,))
+
+
+def test_a_few_steps_are_too_few() -> None:
+    window = make_window(lines(4, slow={1: 3.0}))
+    assert diagnose(window.between(1, 4)) == [] and diagnose(window.between(1, 8))
+
+
+def test_of_a_step_done_again_the_later_line_counts() -> None:
+    once, again = lines(2, slow={0: 9.0}), lines(2)
+    assert diagnose(make_window([*once, *again])) == []
+
+
+def test_without_lines_there_is_no_window() -> None:
+    with pytest.raises(InputError, match="no step"):
+        make_window([])

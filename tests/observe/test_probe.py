@@ -1,0 +1,42 @@
+"""Probes between the hosts of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from moe_comm.observe.probe import Probe, first_ranks
+from tests.pool import RankPool
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(4) as ranks:
+        yield ranks
+
+
+def probe(rank: int, world: int, hosts: list[str]) -> list[dict[int, float]]:
+    probes = Probe(hosts)
+    return [probes(), probes()]
+
+
+def test_the_first_rank_of_each_host_probes() -> None:
+    assert first_ranks(["b", "b", "a", "b", "c"]) == [0, 2, 4]
+    assert first_ranks(["a"]) == [0]
+
+
+def test_every_host_hears_from_every_other(pool: RankPool) -> None:
+    found = pool.run(probe, ["a", "b", "b", "c"], timeout=60)
+    for turn in range(2):
+        assert {rank: set(seconds[turn]) for rank, seconds in enumerate(found)} == {
+            0: {1, 3},
+            1: {0, 3},
+            2: set(),
+            3: {0, 1},
+        }
+        assert all(value > 0 for seconds in found for value in seconds[turn].values())
+
+
+def test_one_host_probes_nothing(pool: RankPool) -> None:
+    assert pool.run(probe, ["a"] * 4, timeout=60) == [[{}, {}]] * 4
