@@ -5,9 +5,17 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Protocol
+
+from moe_comm.layers.load import LayerLoad
+from moe_comm.observe.expert_health import across_layers, kept_layers
+from moe_comm.observe.records import LineWriter, LoadLine
+
+SERIES = 200
+LAYER_METRICS = ("imbalance", "least", "mean", "dead", "dead_share", "diversity", "dropped", "balance")
 
 
 @dataclass(frozen=True)
@@ -34,19 +42,49 @@ class StepTimes:
 class Load:
     """How the tokens of a step were spread over the experts, for each MoE layer in order.
 
-    imbalance: load of the busiest expert over the mean load. dead: experts without any token. dropped: fraction of the
-    slots that the capacity dropped. balance: the load-balancing loss, top-k where routers are perfectly even (and where
-    it is not computed, 0).
+    imbalance: load of the busiest expert over the mean load. least: the same of the one with the fewest slots.
+    mean: slots of an average expert. dead: experts without any token. dead_share: of all experts.
+    diversity: exp(entropy)/experts of how slots are spread, 1 where routers are perfectly even.
+    dropped: fraction of the slots that the capacity dropped. balance: the load-balancing loss, top-k where routers are
+    perfectly even (and where it is not computed, 0).
+    names: of the layers. slots: of each layer, for each expert; left out of what is kept of a step.
     """
 
     imbalance: tuple[float, ...]
     dead: tuple[int, ...]
     dropped: tuple[float, ...]
     balance: tuple[float, ...]
+    least: tuple[float, ...] = ()
+    mean: tuple[float, ...] = ()
+    dead_share: tuple[float, ...] = ()
+    diversity: tuple[float, ...] = ()
+    names: tuple[str, ...] = ()
+    slots: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def of(cls, loads: Mapping[str, LayerLoad], balance: Sequence[float]) -> Load:
+        """From what the routers counted, by layer."""
+        found = list(loads.values())
+        return cls(
+            imbalance=tuple(layer.imbalance for layer in found),
+            dead=tuple(layer.dead for layer in found),
+            dropped=tuple(layer.drop_rate for layer in found),
+            balance=tuple(balance),
+            least=tuple(layer.least for layer in found),
+            mean=tuple(layer.mean for layer in found),
+            dead_share=tuple(layer.dead / layer.load_E.numel() for layer in found),
+            diversity=tuple(layer.diversity for layer in found),
+            names=tuple(loads),
+            slots=tuple(tuple(layer.load_E.tolist()) for layer in found),
+        )
 
     @property
     def worst_imbalance(self) -> float:
         return max(self.imbalance, default=1.0)
+
+    def metrics(self) -> dict[str, tuple[float, ...]]:
+        """Numbers of single layers, by name; those that are known."""
+        return {name: values for name in LAYER_METRICS if len(values := getattr(self, name)) == len(self.imbalance)}
 
 
 @dataclass(frozen=True)
@@ -58,6 +96,7 @@ class StepReport:
     mfu: model FLOP/s over the rate of a matrix product measured on these ranks at the start; None if not measured.
     memory_bytes: most that this process held so far: resident on the CPU, allocated on a GPU.
     skipped: why the weights were left as they were, "" if they were updated.
+    reruns: times that the step was run again in place, as ``moe_comm.train.guard`` says.
     stop: why training ends after this step, "" if it goes on.
     """
 
@@ -72,14 +111,22 @@ class StepReport:
     mfu: float | None = None
     skipped: str = ""
     stop: str = ""
+    reruns: int = 0
 
     @property
     def seconds(self) -> float:
         return self.times.total
 
+    def without_slots(self) -> StepReport:
+        """The same but for the loads of single experts, of which a large model has megabytes in a few steps."""
+        return replace(self, load=replace(self.load, slots=()))
+
     @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds
+
+
+NO_LOAD = Load((), (), (), ())
 
 
 class MetricsSink(Protocol):
@@ -99,18 +146,21 @@ class JsonlSink:
     Args:
         done: steps after which the run goes on. Lines of later steps, from before it was killed, are taken out, so
             that the file has every step once.
+        series: most numbers of single layers in a line; where there are more, the worst layers' are kept.
     """
 
-    def __init__(self, path: Path, done: int = 0) -> None:
-        if path.exists():
-            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= done]
-            fresh = path.with_suffix(".partial")
-            fresh.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-            os.replace(fresh, path)
+    def __init__(self, path: Path, done: int = 0, series: int = SERIES) -> None:
+        _cut(path, done)
         self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)
+        self._series = series
 
     def write(self, report: StepReport) -> None:
-        values = asdict(report) | {"tokens_per_s": report.tokens_per_s, "loop_s": report.times.loop}
+        values = asdict(replace(report, load=NO_LOAD)) | {"loop_s": report.times.loop}
+        metrics = report.load.metrics()
+        layers = kept_layers(report.load.imbalance, len(metrics), self._series)
+        values["load"] = {"layers": layers} | {name: [one[i] for i in layers] for name, one in metrics.items()}
+        values["load_across"] = across_layers(metrics)
+        values["tokens_per_s"] = report.tokens_per_s
         self._line(values | {key: None for key in ("loss", "grad_norm") if not math.isfinite(values[key])})
 
     def summary(self, step: int, values: dict[str, float]) -> None:
@@ -123,6 +173,39 @@ class JsonlSink:
         self._file.write(json.dumps(values) + "\n")
 
 
+class LoadsSink:
+    """The loads of single experts, every few steps: ``moe_comm.observe.records.LoadLine``.
+
+    Args:
+        every: steps between those that are written; the first is one of them. done: as for ``JsonlSink``.
+    """
+
+    def __init__(self, path: Path, every: int, done: int = 0) -> None:
+        _cut(path, done)
+        self._lines = LineWriter(path)
+        self._every = every
+
+    def write(self, report: StepReport) -> None:
+        if report.step == 1 or report.step % self._every == 0:
+            for name, slots in zip(report.load.names, report.load.slots, strict=False):
+                self._lines.write(LoadLine(report.step, name, list(slots)))
+
+    def summary(self, step: int, values: dict[str, float]) -> None:
+        """Nothing of it belongs here."""
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+def _cut(path: Path, done: int) -> None:
+    """Take the lines of steps after ``done`` out of a file, and one that was cut off."""
+    if path.exists():
+        fresh = path.with_suffix(".partial")
+        with path.open(encoding="utf-8") as lines, fresh.open("w", encoding="utf-8") as kept:
+            kept.writelines(line.rstrip("\n") + "\n" for line in lines if _step_of(line) <= done)
+        os.replace(fresh, path)
+
+
 def _step_of(line: str) -> float:
     """The step of a line; infinite for one that was cut off when its process was killed."""
     try:
@@ -132,12 +215,14 @@ def _step_of(line: str) -> float:
 
 
 class TensorBoardSink:
-    """Event files for TensorBoard, in ``folder``. done: as for ``JsonlSink``; what was written later is not shown."""
+    """Event files for TensorBoard, in ``folder``. done: as for ``JsonlSink``; what was written later is not shown.
+    series: as there; the worst layers may be others in another step."""
 
-    def __init__(self, folder: Path, done: int = 0) -> None:
+    def __init__(self, folder: Path, done: int = 0, series: int = SERIES) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self._writer = SummaryWriter(str(folder), flush_secs=10, purge_step=done + 1 if done else None)
+        self._series = series
 
     def write(self, report: StepReport) -> None:
         times, load = report.times, report.load
@@ -147,6 +232,7 @@ class TensorBoardSink:
             "train/lr": report.lr,
             "train/tokens_per_s": report.tokens_per_s,
             "train/skipped": float(bool(report.skipped)),
+            "train/reruns": float(report.reruns),
             "time/step_s": times.total,
             "time/compute": times.compute / times.total,
             "time/communication": times.communication / times.total,
@@ -159,8 +245,11 @@ class TensorBoardSink:
         }
         if report.mfu is not None:
             values["train/mfu"] = report.mfu
-        for name, per_layer in (("imbalance", load.imbalance), ("dropped", load.dropped), ("balance", load.balance)):
-            values |= {f"router/{name}_layer_{i}": value for i, value in enumerate(per_layer)}
+        metrics = load.metrics()
+        for name, (median, worst) in across_layers(metrics).items():
+            values |= {f"router/{name}_p50": median, f"router/{name}_p95": worst}
+        for i in kept_layers(load.imbalance, len(metrics), self._series):
+            values |= {f"router/{name}_layer_{i}": per_layer[i] for name, per_layer in metrics.items()}
         self.summary(report.step, values)
 
     def summary(self, step: int, values: dict[str, float]) -> None:

@@ -1,0 +1,73 @@
+"""Lines of files that may be huge, cut off or damaged: as many as are wanted, evenly spread, in bounded memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from moe_comm.observe.records import MAX_LINE
+from moe_comm.runtime.untrusted import open_regular
+
+PROBE_BYTES = 1 << 18
+
+
+def spread_lines(path: Path, most: int) -> Iterator[bytes]:
+    """Whole lines of a file, each ending with a newline: all of them if they are at most about ``most``, else about so
+    many from evenly spread places, the first and last among them. A last line without its newline is left out.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        head = file.read(PROBE_BYTES)
+        length = len(head) / max(head.count(b"\n"), 1)
+        file.seek(0)
+        if size <= most * length:
+            while raw := file.readline(MAX_LINE):
+                if raw.endswith(b"\n"):
+                    yield raw
+            return
+        reached = 0
+        for number in range(most):
+            at = int(max(size - 1.5 * length, 0) * number / max(most - 1, 1))
+            if at < reached:
+                continue
+            file.seek(at)
+            if at > reached:
+                file.readline(MAX_LINE)
+            raw = file.readline(MAX_LINE)
+            reached = file.tell()
+            if raw.endswith(b"\n"):
+                yield raw
+
+
+def all_lines(path: Path) -> Iterator[bytes]:
+    """Every whole line of a file, one after another."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        while raw := file.readline(MAX_LINE):
+            if raw.endswith(b"\n"):
+                yield raw
+
+
+def object_of(raw: bytes) -> dict[str, Any] | None:
+    """The JSON object in a line; None where there is none."""
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def number(value: object) -> float:
+    """A JSON number as a float; NaN for anything else, and for what no float holds."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan

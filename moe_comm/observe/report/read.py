@@ -1,0 +1,306 @@
+"""A run's folder as arrays, however large it is: what a report is drawn from.
+
+Files that are not there, or lines that make no sense, are no errors here: a report is most wanted of a run that went
+wrong. They are said in ``Run.notes``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_comm.errors import ConfigError
+from moe_comm.observe import records
+from moe_comm.observe.faults import Injection
+from moe_comm.observe.records import Attempt, FaultRecord, LoadLine, RankStep
+from moe_comm.observe.report.lines import all_lines, number, object_of, spread_lines
+from moe_comm.observe.report.rank_lines import RankLines, read_ranks
+from moe_comm.runtime.untrusted import read_bounded
+from moe_comm.topology import ParallelConfig
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+MOST_METRICS, MOST_EVENTS = 50_000, 5000
+MOST_LAYER_STEPS, MOST_LAYERS, MOST_LOADS = 600, 512, 400_000
+SMALL_FILE = 4 << 20
+PARTS = ("compute", "communication", "data", "checkpoint", "loop")
+CURVES = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "total", *PARTS, "memory_bytes")
+HEALTH = ("imbalance", "least", "mean", "dead", "dead_share", "diversity", "dropped", "balance")
+Record = TypeVar("Record", RankStep, LoadLine, Attempt, FaultRecord)
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Rank 0's metrics. steps_S: [S]. values: by ``CURVES``, [S]. skipped: steps that were, and why.
+
+    layer_steps_N: [N], those of which the numbers of layers were kept. layers: [N, L] by ``HEALTH``, NaN where not
+    known. across: by the same, [N, 2]: the median layer, and the one that 95% are no worse than.
+    """
+
+    steps_S: Floats
+    values: Mapping[str, Floats]
+    skipped: tuple[tuple[int, str], ...] = ()
+    layer_steps_N: Floats = field(default_factory=lambda: np.zeros(0))
+    layers: Mapping[str, Floats] = field(default_factory=dict)
+    across: Mapping[str, Floats] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Loads:
+    """steps: [T] of those that were kept. names: of L layers. slots_TLE: NaN where not known."""
+
+    steps: tuple[int, ...]
+    names: tuple[str, ...]
+    slots_TLE: Floats
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything about a run. places: coordinates of a rank in the mapping. notes: what is missing or damaged."""
+
+    path: Path
+    name: str
+    status: str
+    curves: Curves
+    loads: Loads
+    ranks: RankLines
+    attempts: tuple[Attempt, ...]
+    faults: tuple[FaultRecord, ...]
+    injected: tuple[Injection, ...]
+    mapping: ParallelConfig | None
+    notes: tuple[str, ...]
+
+
+def read_run(path: Path) -> Run:
+    """Read what there is of a run.
+
+    Raises:
+        ConfigError: the folder is not there, or holds no file of a run.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"{path} is no folder; give a run's folder, such as runs/train-20260101-120000")
+    known = (records.METRICS, records.RANKS, records.LOADS, records.ATTEMPTS, records.FAULTS, "config.resolved.toml")
+    if not any((path / name).exists() for name in known):
+        raise ConfigError(f"{path} holds no run: there is none of {', '.join(known)}")
+    notes: list[str] = []
+    curves = _curves(path, notes)
+    loads = _loads(path, notes)
+    lines = read_ranks(path, notes)
+    attempts = tuple(_few(path / records.ATTEMPTS, Attempt, notes))
+    faults = tuple(_few(path / records.FAULTS, FaultRecord, notes, optional=True))
+    injected = tuple(_injections(path / records.INJECTED, notes))
+    result = _small(path / "result.json", json.loads, notes)
+    config = _small(path / "config.resolved.toml", lambda text: tomllib.loads(text.decode()), notes)
+    status = result.get("status")
+    return Run(
+        path=path,
+        name=path.resolve().name,
+        status=status if isinstance(status, str) else "not ended, or killed",
+        curves=curves,
+        loads=loads,
+        ranks=lines,
+        attempts=attempts,
+        faults=faults,
+        injected=injected,
+        mapping=_mapping(attempts, config, lines),
+        notes=tuple(notes),
+    )
+
+
+def _values(path: Path, most: int, notes: list[str], optional: bool = False) -> Iterator[dict[str, Any]]:
+    """The objects in a file of lines; what is none is counted in the notes."""
+    if not path.exists():
+        if not optional:
+            notes.append(f"{path.name} is missing")
+        return
+    bad = 0
+    try:
+        for raw in spread_lines(path, most):
+            value = object_of(raw)
+            if value is None:
+                bad += 1
+            else:
+                yield value
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read: {error.strerror or error}")
+    if bad:
+        notes.append(f"{path.name}: {bad} line(s) cannot be read, and were left out")
+
+
+def _few(path: Path, kind: type[Record], notes: list[str], optional: bool = False) -> Iterator[Record]:
+    bad = 0
+    for value in _values(path, MOST_EVENTS, notes, optional):
+        try:
+            yield records.parse(value, kind)
+        except ValueError:
+            bad += 1
+    if bad:
+        notes.append(f"{path.name}: {bad} line(s) are no {kind.__name__}, and were left out")
+
+
+def _injections(path: Path, notes: list[str]) -> Iterator[Injection]:
+    """What was done on purpose; of a line only what a chart shows is looked at."""
+    for value in _values(path, MOST_EVENTS, notes, optional=True):
+        whole = {name: value.get(name) for name in ("rank", "step", "attempt")}
+        rank, step, attempt = (one if isinstance(one, int) and abs(one) < 2**53 else -1 for one in whole.values())
+        said = {name: str(value.get(name, ""))[:1000] for name in ("key", "kind", "fault", "what")}
+        yield Injection(time_s=number(value.get("time_s")), rank=rank, step=step, attempt=attempt, **said)
+
+
+def _small(path: Path, read: Callable[[bytes], Any], notes: list[str]) -> dict[str, Any]:
+    try:
+        value = read(read_bounded(path, SMALL_FILE))
+    except FileNotFoundError:
+        notes.append(f"{path.name} is missing")
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        notes.append(f"{path.name} cannot be read: {type(error).__name__}")
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _curves(path: Path, notes: list[str]) -> Curves:
+    lines: dict[float, list[float]] = {}
+    skipped: dict[int, str] = {}
+    layers: dict[float, dict[str, Any]] = {}
+    stride, seen = 1, 0
+    for value in _values(path / records.METRICS, MOST_METRICS, notes):
+        step = number(value.get("step"))
+        if not 0 <= step < 2**53 or "loss" not in value:
+            continue
+        times = value.get("times")
+        flat = (times if isinstance(times, dict) else {}) | value
+        flat["loop"] = value.get("loop_s")
+        if "total" not in flat:
+            flat["total"] = value.get("seconds")
+        lines[step] = [number(flat.get(name)) for name in CURVES]
+        if isinstance(why := value.get("skipped"), str) and why and len(skipped) < MOST_EVENTS:
+            skipped[int(step)] = why
+        if isinstance(load := value.get("load"), dict):
+            if seen % stride == 0:
+                layers[step] = load | {"across": value.get("load_across")}
+            seen += 1
+            if len(layers) > 2 * MOST_LAYER_STEPS:
+                layers = dict(list(layers.items())[::2])
+                stride *= 2
+    steps = sorted(lines)
+    table = np.array([lines[step] for step in steps]).reshape(len(steps), len(CURVES))
+    return Curves(
+        np.array(steps, dtype=np.float64),
+        {name: table[:, i] for i, name in enumerate(CURVES)},
+        tuple(sorted(skipped.items())),
+        *_layers(layers),
+    )
+
+
+def _layers(found: Mapping[float, Mapping[str, Any]]) -> tuple[Floats, dict[str, Floats], dict[str, Floats]]:
+    steps = sorted(found)
+    places: dict[float, list[int]] = {}
+    for step in steps:
+        listed = found[step].get("layers")
+        if not isinstance(listed, list):
+            listed = list(range(max([len(one) for one in found[step].values() if isinstance(one, list)], default=0)))
+        places[step] = [place if isinstance(place, int) and 0 <= place < MOST_LAYERS else -1 for place in listed]
+    count = 1 + max([max(one, default=-1) for one in places.values()], default=-1)
+    layers = {name: np.full((len(steps), count), np.nan) for name in HEALTH}
+    across = {name: np.full((len(steps), 2), np.nan) for name in HEALTH}
+    for row, step in enumerate(steps):
+        for name in HEALTH:
+            values = found[step].get(name)
+            for place, value in zip(places[step], values if isinstance(values, list) else [], strict=False):
+                if place >= 0:
+                    layers[name][row, place] = number(value)
+            both = found[step].get("across")
+            pair = both.get(name) if isinstance(both, dict) else None
+            if isinstance(pair, list) and len(pair) == 2:
+                across[name][row] = [number(one) for one in pair]
+            elif np.isfinite(layers[name][row]).any():
+                low = 5 if name in ("least", "diversity") else 95
+                across[name][row] = np.nanpercentile(layers[name][row], [50, low])
+    return np.array(steps, dtype=np.float64), layers, across
+
+
+_STEP = re.compile(rb'^\{"step":\s*(\d{1,15}),')
+
+
+def _loads(path: Path, notes: list[str]) -> Loads:
+    """Whole steps, as many as fit into ``MOST_LOADS`` numbers, evenly spread."""
+    none = Loads((), (), np.zeros((0, 0, 0)))
+    file = path / records.LOADS
+    if not file.exists():
+        notes.append(f"{file.name} is missing: no loads of single experts")
+        return none
+    try:
+        # The first pass looks at the step alone, which is cheap; the second one reads the lines of those chosen.
+        steps = sorted({int(at[1]) for raw in all_lines(file) if (at := _STEP.match(raw))})
+        found: dict[tuple[int, str], list[int]] = {}
+        names: dict[str, None] = {}
+        bad = 0
+        per_step = _slots_per_step(file)
+        room = max(MOST_LOADS // max(per_step, 1), 1)
+        chosen = {steps[i] for i in np.linspace(0, len(steps) - 1, min(room, len(steps))).astype(int)}
+        for raw in all_lines(file):
+            at = _STEP.match(raw)
+            if at and int(at[1]) not in chosen:
+                continue
+            try:
+                line = records.parse(object_of(raw) or {}, LoadLine)
+            except ValueError:
+                bad += 1
+                continue
+            if line.step in chosen and (line.layer in names or len(names) < MOST_LAYERS):
+                names[line.layer] = None
+                found[line.step, line.layer] = line.load
+    except OSError as error:
+        notes.append(f"{file.name} cannot be read: {error.strerror or error}")
+        return none
+    if bad:
+        notes.append(f"{file.name}: {bad} line(s) cannot be read, and were left out")
+    experts = max((len(load) for load in found.values()), default=0)
+    kept = sorted({step for step, _ in found})
+    if len(kept) * len(names) * experts > 16 * MOST_LOADS:
+        notes.append(f"{file.name}: layers have {experts} experts, too many to draw")
+        return none
+    slots = np.full((len(kept), len(names), experts), np.nan)
+    row, column = {step: i for i, step in enumerate(kept)}, {name: i for i, name in enumerate(names)}
+    for (step, name), load in found.items():
+        slots[row[step], column[name], : len(load)] = [number(one) for one in load]
+    return Loads(tuple(kept), tuple(names), slots)
+
+
+def _slots_per_step(file: Path) -> int:
+    """Numbers in the first whole step of a file of loads."""
+    first, count = None, 0
+    for raw in all_lines(file):
+        at = _STEP.match(raw)
+        if first is None and at:
+            first = at[1]
+        if at and at[1] != first:
+            break
+        count += raw.rpartition(b"[")[2].count(b",") + 1
+    return count
+
+
+def _mapping(attempts: tuple[Attempt, ...], config: Mapping[str, Any], lines: RankLines) -> ParallelConfig | None:
+    """Of the last attempt; else of the configuration, on as many ranks as there are lines of."""
+    asked = config.get("parallel")
+    degrees: Mapping[str, Any] = attempts[-1].mapping if attempts and attempts[-1].mapping else {}
+    world = attempts[-1].world if attempts else len(lines.ranks)
+    if not degrees and isinstance(asked, dict):
+        degrees = asked
+    try:
+        chosen = {
+            name: int(degrees[name]) for name in ("tp", "cp", "pp", "ep", "etp") if isinstance(degrees.get(name), int)
+        }
+        return ParallelConfig.of(world, **chosen) if world > 0 else None
+    except ConfigError:
+        return None

@@ -1,0 +1,99 @@
+"""How evenly experts are loaded: the numbers themselves, and how many of them are written."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_comm.layers.load import LayerLoad
+from moe_comm.observe.expert_health import across_layers, kept_layers, quantile
+from moe_comm.observe.records import LoadLine, read_lines
+from moe_comm.train.metrics import JsonlSink, Load, LoadsSink, StepReport, StepTimes, TensorBoardSink
+
+
+def layer(*slots: int, dropped: int = 0) -> LayerLoad:
+    return LayerLoad(torch.tensor(slots), torch.tensor(dropped))
+
+
+def report(step: int, load: Load) -> StepReport:
+    times = StepTimes(total=1.0, compute=0.5, communication=0.25, data=0.1, checkpoint=0.05)
+    return StepReport(step, 2.0, 1e-3, 1.0, 100, times, load, 1 << 20)
+
+
+def many(layers: int) -> Load:
+    """Layer i has an imbalance of 1 + i/4, and expert 1 dead in the last one."""
+    return Load.of({f"l{i}": layer(4 + i, 4 - i) for i in range(layers)}, [2.0] * layers)
+
+
+def test_numbers_of_a_layer() -> None:
+    even, skewed, nothing = layer(3, 3, 3, 3), layer(8, 4, 0, 0, dropped=3), layer(0, 0)
+    assert (even.imbalance, even.least, even.mean, even.dead, even.drop_rate) == (1, 1, 3, 0, 0)
+    assert even.diversity == pytest.approx(1)
+    assert (skewed.imbalance, skewed.least, skewed.mean, skewed.dead, skewed.drop_rate) == (8 / 3, 0, 3, 2, 0.25)
+    assert skewed.diversity == pytest.approx(math.exp(math.log(3) - 2 / 3 * math.log(2)) / 4)
+    assert layer(0, 5, 0, 0, 0).diversity == pytest.approx(1 / 5)
+    assert (nothing.imbalance, nothing.least, nothing.mean, nothing.diversity, nothing.drop_rate) == (1, 1, 0, 1, 0)
+
+
+def test_a_steps_load_has_every_layers_numbers_and_slots() -> None:
+    load = Load.of({"a": layer(3, 1), "b": layer(4, 0, dropped=1)}, [2.0, 3.0])
+    assert load.names == ("a", "b") and load.slots == ((3, 1), (4, 0))
+    assert load.imbalance == (1.5, 2.0) and load.least == (0.5, 0.0) and load.dead_share == (0.0, 0.5)
+    assert {len(values) for values in load.metrics().values()} == {2} and len(load.metrics()) == 8
+    assert report(1, load).without_slots() == replace(report(1, load), load=replace(load, slots=()))
+
+
+def test_across_layers_are_the_median_and_the_layer_that_most_are_no_worse_than() -> None:
+    values = [float(i) for i in range(1, 22)]
+    found = across_layers({"imbalance": values, "diversity": values, "dropped": []})
+    assert found == {"imbalance": (11, 20), "diversity": (11, 2)}
+    assert quantile([1.0, 2.0], 0.25) == 1.25 and quantile([5.0], 0.95) == 5
+
+
+def test_the_worst_layers_are_kept_where_there_are_too_many() -> None:
+    assert kept_layers([1, 3, 2], 8, 24) == (0, 1, 2)
+    assert kept_layers([1, 3, 2], 8, 23) == (1, 2)
+    assert kept_layers([2, 2, 2], 8, 8) == (0,)
+    assert kept_layers([1, 3, 2], 8, 7) == kept_layers([], 8, 7) == ()
+
+
+def test_lines_and_event_files_hold_no_more_series_than_asked(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="needs the train extra")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    lines, events = JsonlSink(tmp_path / "metrics.jsonl", series=20), TensorBoardSink(tmp_path / "events", series=20)
+    for sink in (lines, events):
+        sink.write(report(1, many(5)))
+        sink.close()
+    written = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert written["load"]["layers"] == [3, 4] and written["load"]["imbalance"] == [1.75, 2.0]
+    assert written["load"]["dead"] == [0, 1] and "slots" not in written["load"] and "names" not in written["load"]
+    assert written["load_across"]["imbalance"] == pytest.approx([1.5, 1.95])
+    found = EventAccumulator(str(tmp_path / "events")).Reload()
+    tags = found.Tags()["scalars"]
+    assert sum("_layer_" in tag for tag in tags) == 16 and "router/imbalance_layer_4" in tags
+    assert found.Scalars("router/imbalance_p95")[0].value == pytest.approx(1.95)
+    assert found.Scalars("router/least_p50")[0].value == pytest.approx(0.5)
+
+
+def test_loads_are_written_every_few_steps_and_again_after_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "loads.jsonl"
+    sink = LoadsSink(path, every=4)
+    for step in range(1, 10):
+        sink.write(report(step, many(2)))
+    sink.close()
+    assert [(line.step, line.layer) for line in read_lines(path, LoadLine)] == [
+        (step, name) for step in (1, 4, 8) for name in ("l0", "l1")
+    ]
+    with path.open("a") as file:
+        file.write('{"step": 12, "lay')
+    again = LoadsSink(path, every=4, done=5)
+    again.write(report(8, many(1)))
+    again.close()
+    found = list(read_lines(path, LoadLine))
+    assert [line.step for line in found] == [1, 1, 4, 4, 8] and found[-1] == LoadLine(8, "l0", [4, 4])
