@@ -17,13 +17,14 @@ PINS := build/constraints.txt
 TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} ONEDNN_MAX_CPU_ISA=$${ONEDNN_MAX_CPU_ISA:-AVX512_CORE_BF16}
 CPP_FILES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help install build train test slow lint format sanitize neon bench clean
+.PHONY: help install build train test slow lint format sanitize neon fuzz bench clean
 help:
 	@echo "make train     install, build, and train a small MoE model on real text (CONFIG=$(CONFIG))"
 	@echo "make test      the tests of every change                     make slow     those that take minutes"
 	@echo "make lint      ruff, mypy, clang-format, import-linter        make format   fix what they can fix"
 	@echo "make sanitize  the native core's tests under ASan, UBSan, TSan"
 	@echo "make neon      the same tests for aarch64, under qemu (Debian: g++-aarch64-linux-gnu qemu-user)"
+	@echo "make fuzz      parsers of files, coverage-guided (FUZZ_SECONDS=60 each, FUZZ=all of them)"
 	@echo "make bench     dispatch and layer benchmarks                  make build    only the native core"
 
 $(BIN)/python:
@@ -85,11 +86,24 @@ sanitize: $(STAMP)
 
 ARM_CXX ?= aarch64-linux-gnu-g++
 ARM_SOURCES = $(filter-out %isa_avx2.cpp %isa_avx512.cpp,$(wildcard csrc/cpu/*.cpp)) \
-  csrc/cuda/host.cpp $(wildcard csrc/tests/*.cpp)
+  $(wildcard csrc/cuda/*.cpp) $(wildcard csrc/tests/*.cpp)
 neon:
 	@mkdir -p build
 	$(ARM_CXX) -std=c++17 -O2 -Wall -Wextra -Werror -ffp-contract=off -Icsrc -static $(ARM_SOURCES) -o build/neon-tests -lpthread -lrt
 	qemu-aarch64 build/neon-tests
+
+# What is found is kept in tests/fuzz/corpus, and replayed by make test.
+FUZZ_SECONDS ?= 60
+FUZZ ?= $(shell $(BIN)/python -m tests.fuzz list)
+fuzz: build
+	@$(BIN)/python -c 'import atheris' 2> /dev/null \
+	  || $(BIN)/python -m pip install --quiet -c $(PINS) --no-build-isolation -e '.[$(EXTRAS),fuzz]'
+	@set -e; for name in $(FUZZ); do \
+	  echo "== $$name"; \
+	  $(TEST_ENV) $(BIN)/python -m tests.fuzz $$name $(FUZZ_SECONDS) > build/fuzz-$$name.log 2>&1 \
+	    || { tail -n 40 build/fuzz-$$name.log; exit 1; }; \
+	  sed -n 's/^Done /  /p' build/fuzz-$$name.log; \
+	done
 
 bench: build
 	$(BIN)/moe-comm bench dispatch

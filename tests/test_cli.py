@@ -156,7 +156,7 @@ def test_ranks_that_are_started_again_go_on_with_their_run(
 
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
     monkeypatch.setattr(moe_comm.train, "run", run)
-    assert train_command._train_rank("tiny", ["run.steps=5"], 60.0) == 0
+    assert train_command.train_rank("tiny", ["run.steps=5"], 60.0) == 0
     assert calls == [("tiny", ["run.steps=5", *resume])]
 
 

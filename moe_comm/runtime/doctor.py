@@ -29,6 +29,7 @@ SHM_COMFORT_BYTES = 1 << 30
 EXTRAS = {
     "hf": ("transformers", "safetensors", "tokenizers"),
     "train": ("pydantic", "tensorboard"),
+    "observe": ("plotly", "perfetto"),
     "bench": ("pytest_benchmark", "mpi4py", "plotly"),
 }
 BF16_TEST = (

@@ -60,7 +60,12 @@ def stage_plan(config: TrainConfig, architecture: TransformerConfig) -> StagePla
 
 def _dispatch_options(config: TrainConfig) -> DispatchOptions:
     payloads = config.payload.payloads()
-    return DispatchOptions(config.parallel.timeout_s, deterministic=payloads.invariant, payloads=payloads)
+    return DispatchOptions(
+        config.parallel.timeout_s,
+        deterministic=payloads.invariant,
+        payloads=payloads,
+        checksums=config.guard.checksums,
+    )
 
 
 def build_stages(

@@ -19,18 +19,27 @@ from typing import Any, Self
 from pydantic import BaseModel, ValidationError, model_validator
 
 from moe_comm.errors import ConfigError
+from moe_comm.runtime.untrusted import DEEPEST, abridged, parse_object, read_bounded, shown
 from moe_comm.train.sections import (
     CheckpointSection,
     DataSection,
+    FaultsSection,
+    GuardSection,
     ModelSection,
+    ObserveSection,
     OptimizerSection,
     ParallelSection,
     PayloadSection,
     RunSection,
     Section,
+    WatchSection,
 )
 
 Tree = dict[str, Any]
+FILE_BYTES = 1 << 20
+"""A configuration is never longer."""
+MOST_FAULTS = 20
+"""As many are named at once."""
 
 
 class TrainConfig(Section):
@@ -43,6 +52,10 @@ class TrainConfig(Section):
     parallel: ParallelSection = ParallelSection()
     payload: PayloadSection = PayloadSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    watch: WatchSection = WatchSection()
+    guard: GuardSection = GuardSection()
+    observe: ObserveSection = ObserveSection()
+    faults: FaultsSection = FaultsSection()
 
     @model_validator(mode="after")
     def _can_interleave(self) -> Self:
@@ -80,11 +93,14 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> TrainConfig:
     tree: Tree = {} if path is None else _read(Path(path))
     for text in overrides:
         _override(tree, text)
+    _check_values(tree, where)
     try:
         return TrainConfig.model_validate(tree)
     except ValidationError as error:
-        faults = [_explain(fault["loc"], fault["type"], fault["msg"], fault.get("input")) for fault in error.errors()]
-        raise ConfigError(f"{where}: " + "; ".join(faults)) from None
+        given = error.errors()
+        faults = [_explain(one["loc"], one["type"], one["msg"], one.get("input")) for one in given[:MOST_FAULTS]]
+        more = f"; and {len(given) - MOST_FAULTS} more" if len(given) > MOST_FAULTS else ""
+        raise ConfigError(f"{where}: " + "; ".join(faults) + more) from None
 
 
 def dump(config: TrainConfig) -> str:
@@ -93,10 +109,15 @@ def dump(config: TrainConfig) -> str:
     for name, section in config.model_dump(mode="json", exclude_none=True).items():
         lines += [
             f"[{name}]",
-            *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in section.items()),
+            *(f"{key} = {_toml(value)}" for key, value in section.items()),
             "",
         ]
     return "\n".join(lines)
+
+
+def _toml(value: object) -> str:
+    """JSON is TOML but for DEL, which TOML wants escaped."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _read(path: Path) -> Tree:
@@ -107,45 +128,71 @@ def _read(path: Path) -> Tree:
     if path.suffix not in (".toml", ".json"):
         raise ConfigError(f"{path}: a configuration is a .toml or .json file; got suffix {path.suffix!r}")
     try:
-        text = path.read_text(encoding="utf-8")
-        tree = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        text = read_bounded(path, FILE_BYTES).decode()
+        return tomllib.loads(text) if path.suffix == ".toml" else parse_object(text)
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}") from error
-    except ValueError as error:  # malformed TOML or JSON, or not UTF-8
+    except (ValueError, RecursionError) as error:  # malformed TOML or JSON, or not UTF-8
         raise ConfigError(f"{path} is not a valid {path.suffix[1:].upper()} file: {error}") from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: expected an object with sections {', '.join(TrainConfig.model_fields)}")
-    return tree
 
 
 def _override(tree: Tree, text: str) -> None:
     key, equals, raw = text.partition("=")
     *parents, last = key.strip().split(".")
     if not equals or not parents or not last:
-        raise ConfigError(f"an override is section.key=value, such as run.steps=200; got {text!r}")
+        raise ConfigError(f"an override is section.key=value, such as run.steps=200; got {shown(text)}")
     node = tree
     for name in parents:
         node = node.setdefault(name, {})
         if not isinstance(node, dict):
-            raise ConfigError(f"override {text!r}: {name} is a value, not a section")
+            raise ConfigError(f"override {shown(text)}: {shown(name)} is a value, not a section")
     node[last] = _value(raw.strip())
 
 
 def _value(raw: str) -> Any:
     try:
         return tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # not TOML, or a number of thousands of digits, or lists in lists in lists
         return raw
+
+
+def _check_values(tree: Tree, where: str) -> None:
+    """What ``dump`` could not write: TOML's whole numbers have 64 bits and its text is UTF-8, but its reader takes any
+    number, and the command line any bytes."""
+    level: list[tuple[str, object]] = list(tree.items())
+    for _ in range(DEEPEST):
+        for key, value in level:
+            if isinstance(value, int) and abs(value) >= 1 << 63:
+                raise ConfigError(f"{where}: {abridged(key)}: a number that does not fit 64 bits")
+            if not _is_utf8(key) or (isinstance(value, str) and not _is_utf8(value)):
+                raise ConfigError(f"{where}: {abridged(key)}: text that is not UTF-8: {shown(value)}")
+        level = [
+            (f"{key}.{inner}", one)
+            for key, value in level
+            if isinstance(value, dict | list)
+            for inner, one in (value.items() if isinstance(value, dict) else enumerate(value))
+        ]
+        if not level:
+            return
+    raise ConfigError(f"{where}: {abridged(level[0][0])}: nested more than {DEEPEST} deep")
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _explain(loc: tuple[int | str, ...], kind: str, message: str, given: object) -> str:
     key = ".".join(str(part) for part in loc)
     if kind == "extra_forbidden":
-        return f"unknown key {key!r}" + _suggest(loc)
+        return f"unknown key {shown(key)}" + _suggest(loc)
     message = message.removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
-    shown = "" if isinstance(given, dict | BaseModel) else f"; got {given!r}"
-    return f"{key}: {message}{shown}" if key else message
+    got = "" if isinstance(given, dict | BaseModel) else f"; got {shown(given)}"
+    return f"{key}: {message}{got}" if key else message
 
 
 def _known(model: type[BaseModel], prefix: str = "") -> list[str]:

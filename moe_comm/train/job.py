@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,25 +18,40 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from moe_comm.errors import MoeCommError, NonFiniteLoss, UnsupportedModel
+from moe_comm.errors import CorruptPayload, MoeCommError, NonFiniteLoss, UnsettledStep, UnsupportedModel
 from moe_comm.layers.config import TransformerConfig
 from moe_comm.layers.flops import count_model
+from moe_comm.observe.effective import effective_time
+from moe_comm.observe.rank_log import dump
+from moe_comm.observe.records import FAULTS, LOADS, FaultRecord, append
+from moe_comm.runtime.events import EVENTS
 from moe_comm.runtime.gemm import gemm_flops
+from moe_comm.runtime.kept import KeptMemory
 from moe_comm.topology import FoldedMesh
 from moe_comm.train import config as configuration
+from moe_comm.train.attempts import AttemptLog
 from moe_comm.train.build import DTYPES, architecture_of, build
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.corpus import Corpus, Statistics, prepare_all
 from moe_comm.train.feed import CorpusFeed, corpus_settings
 from moe_comm.train.folder import RunFolder
-from moe_comm.train.metrics import JsonlSink, MetricsSink, TensorBoardSink
+from moe_comm.train.going_on import go_on
+from moe_comm.train.hooks import StepHook
+from moe_comm.train.kept_state import kept_runs, open_kept
+from moe_comm.train.metrics import JsonlSink, LoadsSink, MetricsSink, TensorBoardSink
+from moe_comm.train.pauses import PlannedCollections
+from moe_comm.train.peer_memory import PeerMemory
 from moe_comm.train.progress import Progress, make_progress
 from moe_comm.train.ranks import Ranks, digest
+from moe_comm.train.recording import Recording
 from moe_comm.train.result import LAST_STEPS, RunResult
 from moe_comm.train.saver import RunSaver
 from moe_comm.train.trainer import Machinery, Trainer
+from moe_comm.train.watching import StepBegins, StepEnds, watch_run
 
 SAME_PRESS_S = 1.0
+RAISED_TOGETHER = (NonFiniteLoss, UnsettledStep, CorruptPayload)
+"""By all ranks of a training step, which can still save the weights that were good."""
 
 
 def run_config(config_path: str | Path | None, overrides: Sequence[str] = ()) -> RunResult:
@@ -48,10 +64,11 @@ def run_config(config_path: str | Path | None, overrides: Sequence[str] = ()) ->
     corpus = open_corpus(config, ranks)
     architecture = architecture_of(config, corpus.vocab_size)
     machinery = build(config, architecture, mesh, peak_flops(config, mesh, ranks))
-    folder = RunFolder.make(config, ranks)
     progress = make_progress(ranks.is_first, config.run.log_every)
+    kept = open_kept(ranks, progress.say) if config.checkpoint.peer_every else None
+    folder = RunFolder.make(config, ranks, kept_runs(kept, ranks) if config.checkpoint.peer_every else ())
     progress.say(_opening(config, architecture, corpus, mesh, folder))
-    return _train(config, machinery, corpus, ranks, folder, progress)
+    return _train(config, machinery, corpus, ranks, folder, progress, kept)
 
 
 def _asked_to_stop(signals: Sequence[int], ranks: Ranks) -> bool:
@@ -110,24 +127,79 @@ def _train(
     ranks: Ranks,
     folder: RunFolder,
     progress: Progress,
+    kept: KeptMemory | None,
 ) -> RunResult:
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         sinks: list[MetricsSink] = []
+        EVENTS.enabled = config.observe.events
+        watch = watch_run(config, ranks, folder.path, progress.say)
+        if watch is not None:
+            stack.enter_context(watch)
         saver = RunSaver(folder.checkpoints, config, machinery, corpus, _versions())
         stack.callback(saver.close)
-        first_step = _resume(config, saver, progress)
+        if kept is not None:
+            stack.callback(kept.close)
+            every, timeout_s = config.checkpoint.peer_every, max(60.0, config.parallel.timeout_s)
+            saver.memory = PeerMemory(
+                kept, ranks, machinery.mesh, folder.path, every, saver.capture, timeout_s=timeout_s
+            )
+            stack.callback(saver.memory.close)
+        passed_over: list[FaultRecord] = []
+        first_step, source = 0, "fresh"
+        if config.checkpoint.resume != "no":
+            first_step, source = go_on(saver, folder.checkpoints, ranks, progress.say, passed_over.append)
+        hosts = ranks.texts(socket.gethostname())
+        attempts = AttemptLog(folder.path, machinery.mesh, first_step, source, hosts) if ranks.is_first else None
         if ranks.is_first:
             corpus.save_tokenizer(folder.tokenizer)
-            sinks.append(JsonlSink(folder.path / "metrics.jsonl", first_step))
-            sinks.append(TensorBoardSink(folder.path / "tensorboard", first_step))
+            series, every = config.observe.series, config.observe.every
+            sinks.append(JsonlSink(folder.path / "metrics.jsonl", first_step, series))
+            sinks.append(TensorBoardSink(folder.path / "tensorboard", first_step, series))
+            if every:
+                sinks.append(LoadsSink(folder.path / LOADS, every, first_step))
         for sink in sinks:
             stack.callback(sink.close)
         feed = CorpusFeed(corpus, machinery.mesh, config.parallel.context, config.data.micro_batches, config.run.steps)
         stack.enter_context(feed)
+        hooks: list[StepHook] = [] if watch is None else [StepBegins(watch)]
+        if config.observe.events:
+            hooks.append(Recording(folder.path, ranks, config.observe, first_step, machinery.mesh.device))
+        if saver.memory is not None:
+            hooks.append(saver.memory)
+        if attempts is not None:
+            hooks.append(attempts)
+        if config.run.gc_every:
+            hooks.append(PlannedCollections(config.run.gc_every))
+        if config.faults.plan:
+            from moe_comm.train.inject import Injector  # what does harm is not even loaded otherwise
+
+            hooks.append(Injector(config, machinery.stages, corpus, saver, ranks, folder.path))
+        if watch is not None:
+            hooks.append(StepEnds(watch))
+
+        def noticed(record: FaultRecord) -> None:
+            if attempts is not None:
+                append(folder.path / FAULTS, replace(record, attempt=attempts.attempt.number))
+
+        for record in passed_over:
+            noticed(record)
         trainer = Trainer(
-            config, machinery, feed, ranks, saver=saver, sinks=sinks, progress=progress, first_step=first_step
+            config,
+            machinery,
+            feed,
+            ranks,
+            saver=saver,
+            sinks=sinks,
+            hooks=hooks,
+            progress=progress,
+            on_fault=noticed,
+            first_step=first_step,
         )
+        for hook in hooks:
+            stack.callback(hook.close)
+        if watch is not None:
+            stack.push(watch)  # leaves first too: the others are not to wait for what ends a rank that has failed
         try:
             with _stop_on_signals(trainer) as signals:
                 status = trainer.fit()
@@ -139,10 +211,12 @@ def _train(
                 if not interrupted:
                     _export(saved, folder, ranks, progress)
         except BaseException as error:
+            if config.observe.events:
+                dump(folder.path, f"{type(error).__name__}: {error}")
             if ranks.is_first:
                 ended = {"status": "failed", "error": f"{type(error).__name__}: {error}", "steps": trainer.next_step}
                 folder.save_result(ended | _versions())
-            if isinstance(error, NonFiniteLoss):  # raised by all ranks together: they can still save what was good
+            if isinstance(error, RAISED_TOGETHER):
                 progress.say(_how_to_export(_save_end(trainer, saver)))
                 _close(machinery)
             raise
@@ -163,10 +237,18 @@ def _train(
         if ranks.is_first:
             if not interrupted:
                 result = replace(result, sample=_sample(config, corpus, folder))
-            folder.save_result(asdict(result) | {"mapping": str(machinery.mesh.config)} | _versions())
+            effective = effective_time(folder.path, time.time())
+            told: dict[str, object] = {"mapping": str(machinery.mesh.config)}
+            told |= {} if effective is None else {"effective_time": effective.as_dict()}
+            told |= {} if saver.memory is None else {"peer_memory": saver.memory.summary()}
+            folder.save_result(asdict(result) | told | _versions())
             progress.say(_closing(result, statistics))
+            if effective is not None and effective.attempts > 1:
+                progress.say(str(effective))
             if interrupted:
                 progress.say(_how_to_export(saved))
+        if saver.memory is not None:
+            saver.memory.finish()
         return result
 
 
@@ -175,18 +257,6 @@ def _close(machinery: Machinery) -> None:
     for stage in machinery.stages:
         stage.close()  # type: ignore[operator]
     machinery.runner.close()
-
-
-def _resume(config: TrainConfig, saver: RunSaver, progress: Progress) -> int:
-    """The step to begin with."""
-    if config.checkpoint.resume == "no":
-        return 0
-    path = saver.latest()
-    if path is None:
-        return 0
-    step = saver.resume(path)
-    progress.say(f"goes on after step {step} from {path}")
-    return step
 
 
 def _save_end(trainer: Trainer, saver: RunSaver) -> Path:

@@ -26,7 +26,9 @@ class RunSection(Section):
         validation text in each.
     sample_tokens: length of the text sample at the end, 0 for none. temperature: of its sampling.
     log_every: steps between lines where the output is not a terminal.
-    nonfinite: what a NaN or infinite loss or gradient does, on all ranks alike: end the run, or leave out the step.
+    nonfinite: what a NaN or infinite loss or gradient does, on all ranks alike: end the run, leave out the step, or run
+        it again in place: if it is there again the run ends, else it goes on with the second result.
+    gc_every: steps between garbage collections, by all ranks after the same step; 0: whenever Python sees fit.
     """
 
     name: str = Field(default="train", min_length=1, pattern=r"^[\w.-]+$")
@@ -39,7 +41,8 @@ class RunSection(Section):
     sample_tokens: int = Field(default=400, ge=0)
     temperature: float = Field(default=0.7, gt=0)
     log_every: int = Field(default=20, ge=1)
-    nonfinite: Literal["stop", "skip"] = "stop"
+    nonfinite: Literal["stop", "skip", "rerun"] = "stop"
+    gc_every: int = Field(default=50, ge=0)
 
 
 class DataSection(Section):
@@ -277,9 +280,67 @@ class CheckpointSection(Section):
     every: steps between them; 0: only when the run is told to stop. keep: newest complete ones that stay.
     background: write while training goes on.
     resume: "no": start afresh; "auto": go on with the newest run of this name that left a checkpoint, or start.
+    peer_every: steps between copies of the state into the memory of this host and of another rank, from which ranks
+        that are started again go on; 0: none.
     """
 
     every: int = Field(default=0, ge=0)
     keep: int = Field(default=2, ge=1)
     background: bool = True
     resume: Literal["no", "auto"] = "no"
+    peer_every: int = Field(default=0, ge=0)
+
+
+class WatchSection(Section):
+    """Ranks that watch each other; see ``moe_comm.runtime.watch``.
+
+    enabled: a thread in each rank that says that it lives and looks at the others.
+    stuck_s: seconds without a sign of progress from a rank for which others wait, until it is reported as stuck; ten
+        times the longest pause it has made so far, if that is more. start_s: the same, before a rank's first step ends.
+    end: whether a stuck rank is then killed, so that the ranks end and can be started again; False only reports.
+    """
+
+    enabled: bool = True
+    stuck_s: float = Field(default=5.0, gt=0)
+    start_s: float = Field(default=300.0, gt=0)
+    end: bool = True
+
+
+class GuardSection(Section):
+    """Against numbers that are wrong without being NaN.
+
+    checksums: rows are checked when they arrive at their experts; a step with a damaged row is run again.
+    loss_spike, norm_spike: a loss or gradient norm of more than this many times its mean over the last ``window``
+        updates is a spike; None: never.
+    on_spike: "warn": say so; "skip": leave out the step; "rerun": run it again in place, and take the second result if
+        it differs from the first, which was then a transient fault.
+    """
+
+    checksums: bool = False
+    loss_spike: float | None = Field(default=None, gt=1)
+    norm_spike: float | None = Field(default=None, gt=1)
+    window: int = Field(default=32, ge=2)
+    on_spike: Literal["warn", "skip", "rerun"] = "warn"
+
+
+class FaultsSection(Section):
+    """Faults on purpose; see ``moe_comm.observe.faults``.
+
+    plan: each like "kill:rank=1,step=5". seed: of what is left to chance.
+    """
+
+    plan: list[str] = []
+    seed: int = Field(default=0, ge=0, lt=2**31)
+
+
+class ObserveSection(Section):
+    """What a run writes down about itself beside its metrics; see ``moe_comm.observe``.
+
+    events: record spans. records: spans that a rank's ring holds. every: steps between those whose spans are written to
+        the run's folder; 0: none but on faults. series: most metrics of single layers and experts in one step.
+    """
+
+    events: bool = True
+    records: int = Field(default=4096, ge=64, le=2**20)
+    every: int = Field(default=20, ge=0)
+    series: int = Field(default=200, ge=0)

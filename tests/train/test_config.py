@@ -94,7 +94,7 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
         ("optimizer.kind=adam", "optimizer.kind: input should be 'adamw', 'sgd', 'lamb' or 'muon'"),
         ("checkpoint.keep=0", "checkpoint.keep: input should be greater than or equal to 1"),
         ("checkpoint.resume=always", "checkpoint.resume: input should be 'no' or 'auto'"),
-        ("run.nonfinite=ignore", "run.nonfinite: input should be 'stop' or 'skip'"),
+        ("run.nonfinite=ignore", "run.nonfinite: input should be 'stop', 'skip' or 'rerun'"),
         ("run=3", "section.key=value"),
         ("run.steps", "section.key=value"),
         ("run.steps.x=3", "run.steps: input should be a valid integer"),

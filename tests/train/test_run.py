@@ -33,6 +33,7 @@ from tests.pool import RankPool
 
 TOKENS = torch.arange(12).view(1, 12) + 60
 FILES = {"config.resolved.toml", "metrics.jsonl", "tensorboard", "checkpoints", "tokenizer", "model", "result.json"}
+FILES |= {"attempts.jsonl", "loads.jsonl", "ranks"}
 
 
 @contextlib.contextmanager
