@@ -19,8 +19,8 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 
 from moe_comm.observe.records import RANKS, SPANS, LineWriter, RankStep, SpanLine
-from moe_comm.runtime.event_layout import Kind, Span, Totals
-from moe_comm.runtime.event_reader import ranks_of, read_spans, read_state
+from moe_comm.runtime.event_layout import Kind, Span, Totals, ranks_of
+from moe_comm.runtime.event_reader import read_spans, read_state
 from moe_comm.runtime.events import EVENTS, Recorder
 
 DUMPS = "dumps"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import lru_cache
 from typing import Final
 
 
@@ -117,3 +120,26 @@ class State:
 def region_bytes(records: int = RECORDS) -> int:
     """Size of one rank's region."""
     return HEADER_BYTES + NAMES_BYTES + 4 * ROWS_WORDS + records * RECORD_BYTES
+
+
+MOST_RANKS = 1 << 20
+_EQUAL = re.compile(r"([0-9]{1,9})-([0-9]{1,9}):([0-9]{1,9})")
+
+
+def group_text(ranks: Iterable[int]) -> str:
+    """Ranks as they stand in a region: "3,5,6", or, at equal distances, first, last and distance, "0-992:8"."""
+    listed = list(ranks)
+    step = listed[1] - listed[0] if len(listed) > 2 else 0
+    if step > 0 and listed == list(range(listed[0], listed[-1] + 1, step)):
+        return f"{listed[0]}-{listed[-1]}:{step}"
+    return ",".join(map(str, listed))
+
+
+@lru_cache(maxsize=256)
+def ranks_of(text: str) -> tuple[int, ...]:
+    """What ``group_text`` wrote; () for anything else."""
+    if found := _EQUAL.fullmatch(text):
+        first, last, step = (int(part) for part in found.groups())
+        ranks = range(first, last + 1, max(step, 1))
+        return tuple(ranks) if len(ranks) <= MOST_RANKS else ()
+    return tuple(int(part) for part in text.split(",") if part.isdecimal() and part.isascii() and len(part) < 10)

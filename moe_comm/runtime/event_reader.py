@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import struct
-from functools import lru_cache
 
 from moe_comm.runtime.event_layout import (
     ACTIVE_AT,
@@ -26,11 +24,9 @@ from moe_comm.runtime.event_layout import (
     Kind,
     Span,
     State,
+    ranks_of,
     region_bytes,
 )
-
-MOST_RANKS = 1 << 20
-_EQUAL = re.compile(r"([0-9]{1,9})-([0-9]{1,9}):([0-9]{1,9})")
 
 
 def read_state(region: memoryview) -> State | None:
@@ -142,13 +138,3 @@ def _read_name(region: memoryview, at: int) -> str:
         return ""
     (size,) = struct.unpack_from("<H", region, at)
     return bytes(region[at + 2 : min(at + 2 + size, HEADER_BYTES + NAMES_BYTES)]).decode(errors="replace")
-
-
-@lru_cache(maxsize=256)
-def ranks_of(text: str) -> tuple[int, ...]:
-    """What ``group_text`` wrote; () for anything else."""
-    if found := _EQUAL.fullmatch(text):
-        first, last, step = (int(part) for part in found.groups())
-        ranks = range(first, last + 1, max(step, 1))
-        return tuple(ranks) if len(ranks) <= MOST_RANKS else ()
-    return tuple(int(part) for part in text.split(",") if part.isdecimal() and part.isascii() and len(part) < 10)

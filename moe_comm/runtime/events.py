@@ -53,6 +53,7 @@ from moe_comm.runtime.event_layout import (
     STEP_AT,
     Kind,
     Totals,
+    group_text,
     region_bytes,
 )
 from moe_comm.runtime.meter import COMMUNICATION
@@ -378,15 +379,6 @@ class Open:
 
 _ON_HOST: Final = frozenset({Kind.DATA, Kind.CHECKPOINT, Kind.PAUSE, Kind.MARK})
 """Kinds of spans that queue no work on a device."""
-
-
-def group_text(ranks: Iterable[int]) -> str:
-    """Ranks as they stand in a region: "3,5,6", or, at equal distances, first, last and distance, "0-992:8"."""
-    listed = list(ranks)
-    step = listed[1] - listed[0] if len(listed) > 2 else 0
-    if step > 0 and listed == list(range(listed[0], listed[-1] + 1, step)):
-        return f"{listed[0]}-{listed[-1]}:{step}"
-    return ",".join(map(str, listed))
 
 
 def _is_aside() -> bool:

@@ -7,8 +7,8 @@ import weakref
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from moe_comm.runtime.event_layout import NO_NAME
-from moe_comm.runtime.events import EVENTS, group_text
+from moe_comm.runtime.event_layout import NO_NAME, group_text
+from moe_comm.runtime.events import EVENTS
 
 _texts: weakref.WeakKeyDictionary[ProcessGroup, str] = weakref.WeakKeyDictionary()
 

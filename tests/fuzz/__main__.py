@@ -27,7 +27,8 @@ def replay() -> None:
     """Every seed must be read and every kept case end, in time and in memory."""
     import torch
 
-    from tests.fuzz.targets import READ, TARGETS
+    from tests.fuzz.rooms import READ
+    from tests.fuzz.targets import TARGETS
 
     torch.set_num_threads(1)
     usable = [target for target in TARGETS.values() if not target.needs or importlib.util.find_spec(target.needs)]

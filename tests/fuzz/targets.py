@@ -10,14 +10,11 @@ cases is the folder ``corpus/<name>``: a file of any name there is replayed by e
 
 from __future__ import annotations
 
-import atexit
 import functools
 import hashlib
 import io
 import json
 import random
-import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,15 +24,17 @@ import numpy as np
 import torch
 
 from moe_comm.errors import CheckpointError, ConfigError, CorruptFile
+from moe_comm.observe.records import ATTEMPTS, METRICS, RANKS, SPANS
 from moe_comm.runtime.untrusted import parse_object
 from moe_comm.train import config
 from moe_comm.train.checkpoint import Checkpointer, CheckpointReader, Entry, load, restore_rng, rng_state
 from moe_comm.train.corpus import SourceSpec, load_tokenizer, open_tokens
 from moe_comm.train.corpus.sources import scan
 from moe_comm.train.corpus.tokenfile import TokenFile, TokenWriter, _meta_sum
+from tests.fuzz import records as run_records
 from tests.fuzz.mutate import mutate_bytes, mutate_json
+from tests.fuzz.rooms import READ, REFUSED, folder, refused
 
-READ, REFUSED = "read", "refused"
 CORPUS = Path(__file__).parent / "corpus"
 
 
@@ -55,20 +54,6 @@ class Target:
         return sorted(path for path in (CORPUS / self.name).glob("*") if path.is_file())
 
 
-@functools.cache
-def folder() -> Path:
-    """Room for the files of this process, which goes with it."""
-    path = Path(tempfile.mkdtemp(prefix="moe_comm-fuzz-"))
-    atexit.register(shutil.rmtree, path, ignore_errors=True)
-    return path
-
-
-def _refused(error: Exception) -> str:
-    """Its text can be printed, and is no copy of the file."""
-    assert len(str(error).encode()) < 20_000
-    return REFUSED
-
-
 # --- configurations ---
 
 
@@ -76,7 +61,7 @@ def _loaded(path: Path | None, overrides: tuple[str, ...] = ()) -> str:
     try:
         found = config.load(path, overrides)
     except ConfigError as error:
-        return _refused(error)
+        return refused(error)
     again = folder() / "again.toml"
     again.write_text(config.dump(found), encoding="utf-8")
     assert config.load(again) == found, "what is dumped loads back unchanged"
@@ -171,7 +156,7 @@ def _read_checkpoint(path: Path) -> str:
             assert held <= size, "more numbers than bytes on the disk"
         reader.verify()
     except CheckpointError as error:
-        return _refused(error)
+        return refused(error)
     targets = {name: torch.full(shape, 99.0) for name, shape in ENTRIES.items()}
     try:
         load(path, {name: Entry.whole(tensor) for name, tensor in targets.items()}, allow_unused=True)
@@ -275,7 +260,7 @@ def _read_tokens() -> str:
                 assert ((document >= 0) & (document < file.vocab_size)).all()
             assert len(file.counts_V) == file.vocab_size
     except (ConfigError, CorruptFile) as error:
-        return _refused(error)
+        return refused(error)
     return READ
 
 
@@ -318,7 +303,7 @@ def _pieces(name: str, kind: Any, content: bytes) -> tuple[str, str]:
     try:
         text = "".join(piece.text for piece in scan(SourceSpec(str(path), format=kind)).pieces())
     except ConfigError as error:
-        return _refused(error), ""
+        return refused(error), ""
     text.encode()
     return READ, text
 
@@ -345,7 +330,7 @@ def tokenizer(content: bytes) -> str:
     try:
         found = load_tokenizer(path)
     except ConfigError as error:
-        return _refused(error)
+        return refused(error)
     assert all(0 <= i < found.vocab_size for i in found.encode(["a word"])[0])
     return READ
 
@@ -391,5 +376,11 @@ TARGETS = {
         Target("text", plain_text, lambda: [b"plain\r\ntext \xc3\xa9\n"], mutate_bytes),
         Target("parquet", parquet, _parquet_seeds, mutate_bytes, needs="pyarrow"),
         Target("tokenizer", tokenizer, _tokenizer_seeds, needs="tokenizers"),
+        Target("run_steps", run_records.rank_steps, run_records.seeds_of(RANKS), mutate_bytes),
+        Target("run_spans", run_records.spans, run_records.seeds_of(SPANS), mutate_bytes, needs="perfetto"),
+        Target("run_metrics", run_records.metrics, run_records.seeds_of(METRICS), mutate_bytes),
+        Target("run_attempts", run_records.attempts, run_records.seeds_of(ATTEMPTS), mutate_bytes),
+        Target("run_report", run_records.report, run_records.seeds_of(METRICS), mutate_bytes, needs="plotly"),
+        Target("event_region", run_records.events, run_records.event_seeds, mutate_bytes),
     )
 }

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from moe_comm.train import config
 from tests.fuzz.mutate import ODD_VALUES, mutate_bytes, mutate_json
-from tests.fuzz.targets import CORPUS, READ, REFUSED, TARGETS, Target, folder
+from tests.fuzz.rooms import READ, REFUSED, folder
+from tests.fuzz.targets import CORPUS, TARGETS, Target
 
 ROOT = Path(__file__).parents[2]
 USABLE = [target for target in TARGETS.values() if not target.needs or importlib.util.find_spec(target.needs)]

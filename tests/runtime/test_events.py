@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_comm.runtime.event_layout import NAMES_BYTES, NO_NAME, ROWS_WORDS, Kind, region_bytes
-from moe_comm.runtime.event_reader import ranks_of, read_spans, read_state
-from moe_comm.runtime.events import EVENTS, Recorder, group_text, moving
+from moe_comm.runtime.event_layout import NAMES_BYTES, NO_NAME, ROWS_WORDS, Kind, group_text, ranks_of, region_bytes
+from moe_comm.runtime.event_reader import read_spans, read_state
+from moe_comm.runtime.events import EVENTS, Recorder, moving
 from moe_comm.runtime.meter import COMMUNICATION
 
 

@@ -1,0 +1,100 @@
+"""Fuzzed beside ``targets``: what a run has written down, as its readers take it; and the regions of memory that ranks
+record into, which a rank may have been killed in the middle of writing."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from moe_comm.errors import CorruptFile, InputError
+from moe_comm.observe import records
+from moe_comm.observe.culprits import culprits
+from moe_comm.observe.effective import effective_time
+from moe_comm.observe.report import write_report
+from moe_comm.observe.synthetic import SyntheticRun, write_run
+from moe_comm.observe.trace import write_trace
+from moe_comm.runtime.event_layout import Kind, region_bytes
+from moe_comm.runtime.event_reader import read_calls, read_open, read_spans, read_state
+from moe_comm.runtime.events import Recorder
+from tests.fuzz.rooms import READ, folder, refused
+
+_RECORDS = 16
+MANY = 100_000
+
+
+@functools.cache
+def _original() -> Path:
+    """A small run with everything in it."""
+    path = folder() / "run"
+    write_run(path, SyntheticRun(ranks=4, steps=8, span_steps=(2, 4)))
+    return path
+
+
+def _run_with(name: str, content: bytes, read: Callable[[Path], object]) -> str:
+    """``read`` on a copy of the run in which one file is replaced."""
+    run = folder() / "changed"
+    shutil.rmtree(run, ignore_errors=True)
+    shutil.copytree(_original(), run)
+    (run / name).write_bytes(content)
+    try:
+        read(run)
+    except (CorruptFile, InputError) as error:
+        return refused(error)
+    return READ
+
+
+def _first(kind: str) -> Path:
+    return sorted((_original() / kind).glob("rank-*.jsonl"))[0]
+
+
+def rank_steps(content: bytes) -> str:
+    return _run_with(f"{records.RANKS}/{_first(records.RANKS).name}", content, culprits)
+
+
+def spans(content: bytes) -> str:
+    out = folder() / "run.perfetto-trace"
+    return _run_with(f"{records.SPANS}/{_first(records.SPANS).name}", content, lambda run: write_trace(run, out))
+
+
+def metrics(content: bytes) -> str:
+    return _run_with(records.METRICS, content, effective_time)
+
+
+def attempts(content: bytes) -> str:
+    return _run_with(records.ATTEMPTS, content, effective_time)
+
+
+def report(content: bytes) -> str:
+    """The metrics once more, as the page shows them."""
+    return _run_with(records.METRICS, content, lambda run: write_report([run], folder() / "report.html"))
+
+
+def events(content: bytes) -> str:
+    """A region that is as long as it should be, whatever is in it."""
+    region = bytearray(content[: region_bytes(_RECORDS)])
+    region += bytes(region_bytes(_RECORDS) - len(region))
+    view = memoryview(region)
+    read_state(view)
+    for one in (*read_spans(view), *read_open(view)):
+        assert isinstance(one.kind, Kind) and len(one.rows) <= MANY and len(one.group) <= MANY
+    read_calls(view)
+    return READ
+
+
+def seeds_of(kind: str) -> Callable[[], list[bytes]]:
+    """The file of the original run that a target changes."""
+    return lambda: [(_first(kind) if kind in (records.RANKS, records.SPANS) else _original() / kind).read_bytes()]
+
+
+def event_seeds() -> list[bytes]:
+    recorder = Recorder(_RECORDS)
+    group = recorder.group(range(4))
+    for step in range(6):
+        recorder.at(step)
+        with recorder.span(Kind.DISPATCH, "dispatch", layer="layers.0", group=group, nbytes=64) as one:
+            one.put_rows([3, 0, 5], 64)
+            recorder.mark("here")
+    recorder.span(Kind.COLLECTIVE, "sum", group=group).__enter__()
+    return [bytes(recorder.region)]
