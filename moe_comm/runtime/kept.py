@@ -214,7 +214,7 @@ class KeptMemory:
         return Slots(self._handle(name, 0))
 
     def make(self, name: str, room: int) -> Slots:
-        """Slots with ``room`` bytes each for content; what is kept there in this size stays as it is.
+        """Slots with at least ``room`` bytes each for content. What is kept there stays, unless it has less room.
 
         Raises:
             OSError: there is not enough memory.

@@ -58,7 +58,7 @@ class LocalRanks:
     """This process among the ranks.
 
     device: where its tensors go, "cpu" or "cuda:<local rank>". restarts: how often the ranks were started again
-    because one of them failed.
+    because one of them failed, or hosts came or went.
     """
 
     rank: int
@@ -247,7 +247,7 @@ def init_ranks(device: str | None = None, timeout_s: float = 300.0) -> Iterator[
         store = dist.FileStore(path, world)
     elif os.environ.get(AGENT_STORE_VARIABLE) == "True":
         address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        store = attempt.join(address, rank, world, timeout_s)
+        store, restarts = attempt.join(address, rank, world, timeout_s)
     where: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": world}
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **where)

@@ -105,7 +105,7 @@ class PeerMemory(StepHook):
         timeout_s: float = 300.0,
     ) -> None:
         self._kept, self._ranks, self._mesh, self._every, self._capture = kept, ranks, mesh, every, capture
-        self._run = run_id(run)
+        self._run = ranks.text_from_first(run_id(run))  # hosts may see the folder under other names
         self._epoch = ranks.text_from_first(secrets.token_hex(8))
         self.hosts = ranks.texts(kept.token)
         self.buddies = buddies(mesh.config, self.hosts)

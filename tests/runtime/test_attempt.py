@@ -14,9 +14,13 @@ from moe_comm.errors import PeerTimeout
 from moe_comm.runtime.attempt import own_part
 
 
-def _attempt(store: dist.Store, world: int) -> list[dist.Store]:
+def _numbered(store: dist.Store, world: int, again: bool = False) -> list[tuple[dist.Store, int]]:
     with ThreadPoolExecutor(world) as pool:
-        return list(pool.map(lambda rank: own_part(store, rank, world, 20.0), range(world)))
+        return list(pool.map(lambda rank: own_part(store, rank, world, 20.0, again=again), range(world)))
+
+
+def _attempt(store: dist.Store, world: int) -> list[dist.Store]:
+    return [part for part, _ in _numbered(store, world)]
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])
@@ -29,6 +33,14 @@ def test_ranks_of_one_attempt_share_keys_and_those_of_the_next_find_none_of_them
     assert not any(part.check(["address"]) for part in second)
     second[0].set("address", "new")
     assert {part.get("address") for part in second} == {b"new"}
+
+
+def test_all_ranks_know_alike_how_many_attempts_there_were_before() -> None:
+    store = dist.HashStore()
+    for number in range(3):
+        assert [before for _, before in _numbered(store, 3)] == [number] * 3
+    assert [before for _, before in _numbered(store, 3, again=True)] == [2] * 3, "the same attempt"
+    assert [before for _, before in _numbered(store, 3)] == [3] * 3
 
 
 def _left_alone(store: dist.Store, rank: int, world: int) -> str:

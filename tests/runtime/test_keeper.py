@@ -89,13 +89,15 @@ def test_memory_is_found_by_name_after_who_wrote_it_has_gone(
         second.end()
 
 
-def test_memory_is_made_once_a_size_and_let_go_when_it_is_not_retained(
+def test_memory_is_made_anew_for_more_only_and_let_go_when_it_is_not_retained(
     owner: tuple[Owner, subprocess.Popen[bytes]],
 ) -> None:
     with connected(owner[0]) as kept:
         fill(kept.make("a", 100), 0, b"1", 3)
         assert kept.make("a", 90).header(0) is not None, "the same number of pages"
-        assert kept.make("a", 1 << 20).header(0) is None, "another size is other memory"
+        assert kept.make("a", 1 << 20).header(0) is None, "more takes other memory"
+        fill(kept.make("a", 1 << 20), 0, b"2", 3)
+        assert kept.make("a", 100).header(0) is not None, "less stays: it may be the only whole copy"
         kept.make("b", 1)
         kept.retain(["b", "c"])
         assert list(kept.names()) == ["b"]
