@@ -268,7 +268,10 @@ class P2pPlan:
     """One rank's operations, each as the launches that it takes; see csrc/cuda/plan.h. ``begin`` comes first, and
     ``use`` where kernels of a turn hand each other what they make. offer: five words."""
 
-    turn: int
+    @property
+    def turn(self) -> int: ...
+    @turn.setter
+    def turn(self, value: int) -> None: ...
     def __init__(
         self,
         starter: P2pStarter,

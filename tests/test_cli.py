@@ -54,6 +54,8 @@ def error_line(capsys: pytest.CaptureFixture[str]) -> str:
         (["train", "tiny", "--set", "run.step=3"], "did you mean 'run.steps'?"),
         (["train", "tiny", "--resume", "always"], "checkpoint.resume: input should be 'no' or 'auto'"),
         (["train", "tiny", "--restarts", "-1"], "--restarts"),
+        (["train", "tiny", 'faults.plan=["klil:step=1"]'], "did you mean kill"),
+        (["train", "tiny", "--ranks", "2", 'faults.plan=["kill:rank=2,step=1"]'], "there is no rank 2 among 2"),
         (["mesh", "tiny", "--ranks", "3", "parallel.tp=2"], "3"),
         (["parity", "--mapping", "tp 3"], "unknown mapping 'tp 3'; known: tp 2"),
         (["parity", "--optimizer", "adam"], "unknown optimizer 'adam'; known: sgd"),
@@ -137,7 +139,8 @@ def test_train_starts_the_ranks_it_was_told_to(monkeypatch: pytest.MonkeyPatch) 
     more = ["--set", "run.seed=7", "--restarts", "4", "--resume", "auto"]
     assert cli.run(["train", CONFIG, "--ranks", "3", "run.steps=5", *more]) == 0
     assert [call[2] for call in calls] == [2, 3]
-    assert [call[3] for call in calls] == [{"restarts": 0}, {"restarts": 4}]
+    loaded = train_command.LOADED
+    assert [call[3] for call in calls] == [{"restarts": 0, "preload": ()}, {"restarts": 4, "preload": loaded}]
     assert calls[1][1][1] == ["run.steps=5", "run.seed=7", "parallel.ranks=3", "checkpoint.resume=auto"]
 
 

@@ -11,6 +11,7 @@ stopped, killed or keep Python's lock (``moe_comm.bench.soak``), and the watcher
 from __future__ import annotations
 
 import json
+import math
 import random
 import shlex
 import sys
@@ -114,12 +115,14 @@ def judge(window: Window, cases: Sequence[Case]) -> list[Judged]:
 
 
 def hangs(run: Path) -> list[Judged]:
-    """Whom the watchers named for each hang in the run's folder, in the record that followed it first."""
+    """Whom the watchers named for each hang in the run's folder, in the first record between it and the next."""
     records = sorted(read_lines(run / FAULTS, FaultRecord), key=lambda one: one.time_s)
     found = []
-    for one in read_injections(run / INJECTED):
+    injected = read_injections(run / INJECTED)
+    ends = [*(following.time_s for following in injected[1:]), math.inf]
+    for one, end in zip(injected, ends, strict=True):
         case = Case(one.step, one.fault, "hang", (one.rank,))
-        after = next((r for r in records if r.time_s >= one.time_s and r.kind in ("stuck", "died")), None)
+        after = next((r for r in records if one.time_s <= r.time_s < end and r.kind in ("stuck", "died")), None)
         found.append(Judged(case, _named("hang", tuple(after.ranks)) if after else "", 1.0))
     return found
 

@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -175,7 +176,7 @@ def run(soak: Soak, say: Callable[[str], None] = print) -> dict[str, Any]:
 
     broken = _train(soak, faults, token, look)
     left = before.left(token, LEFT_S)
-    injected = read_injections(broken / INJECTED)
+    happened = Counter(one.key for one in read_injections(broken / INJECTED))
     difference = _difference(reference, broken)
     effective = effective_time(broken)
     return {
@@ -187,7 +188,8 @@ def run(soak: Soak, say: Callable[[str], None] = print) -> dict[str, Any]:
         "seed": soak.seed,
         "steps": len(_losses(reference)),
         "planned": len(faults),
-        "faults": len(injected),
+        "faults": len(happened),
+        "repeated": sorted(key for key, count in happened.items() if count > 1),
         "identical": not difference,
         "difference": difference,
         "left_behind": left,
@@ -206,6 +208,8 @@ def problems(found: dict[str, Any]) -> list[str]:
         said.append(f"not the bits of a run without faults: {found['difference']}")
     if found["left_behind"]:
         said.append(f"left behind: {', '.join(found['left_behind'])}")
+    if found["repeated"]:
+        said.append(f"faults that happened more than once: {', '.join(found['repeated'])}")
     if found["faults"] < found["planned"]:
         said.append(f"only {found['faults']} of {found['planned']} faults happened")
     return said

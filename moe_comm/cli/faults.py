@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from moe_comm.cli.options import Config, JsonOut, Overrides, Settings, load
-from moe_comm.cli.train import LOADED, train_rank
+from moe_comm.cli.train import LOADED, check_faults, train_rank
 from moe_comm.errors import MoeCommError
 from moe_comm.runtime.launch import launch
 
@@ -31,14 +31,13 @@ def inject(
 ) -> None:
     """Train with faults on purpose; say what was done, what was noticed, and what was recovered."""
     configuration = load("moe_comm.train.config", "train")
-    faults = load("moe_comm.observe.faults", "train")
     changes = [*(overrides or []), *(settings or [])]
     if ranks is not None:
         changes.append(f"parallel.ranks={ranks}")
     if fault:
         changes.append(f"faults.plan={json.dumps(fault)}")
     found = configuration.load(config, changes)
-    faults.Plan.of(found.faults.plan, found.faults.seed, 0, found.parallel.ranks)
+    check_faults(found)
     runs = Path(found.run.folder)
     before = set(runs.glob(f"{found.run.name}-*"))
     try:

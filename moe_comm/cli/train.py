@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -41,6 +41,7 @@ def train(
         changes.append(f"checkpoint.resume={resume}")
     # Read here as well as on the ranks, so that a mistake is reported before anything starts.
     found = configuration.load(config, changes)
+    check_faults(found)
     if dry_run:
         typer.echo(load("moe_comm.train.dry_run", "train").describe(found))
         return
@@ -53,6 +54,13 @@ def train(
     )
     if signal.SIGINT in ended_by and not under_torchrun():  # a single rank, which ran here: no launcher saw it
         raise Interrupted(signal.SIGINT)
+
+
+def check_faults(config: Any) -> None:
+    """Refuse a plan of faults that is none, or that the ranks started here cannot have."""
+    if config.faults.plan and not under_torchrun():
+        plan = load("moe_comm.observe.faults", "train").Plan
+        plan.of(config.faults.plan, config.faults.seed, 0, config.parallel.ranks)
 
 
 def train_rank(config: str, overrides: list[str], timeout_s: float) -> int:

@@ -36,40 +36,74 @@ class LayerLoad:
     @property
     def imbalance(self) -> float:
         """Largest load over mean load; 1 is perfect balance, and the value for no tokens at all."""
-        total = int(self.load_E.sum())
-        return int(self.load_E.max()) * self.load_E.numel() / total if total else 1.0
+        return self._spread.imbalance[0]
 
     @property
     def least(self) -> float:
         """Smallest load over mean load; 1 is perfect balance, and the value for no tokens at all."""
-        total = int(self.load_E.sum())
-        return int(self.load_E.min()) * self.load_E.numel() / total if total else 1.0
+        return self._spread.least[0]
 
     @property
     def mean(self) -> float:
         """Slots of an average expert."""
-        return int(self.load_E.sum()) / self.load_E.numel()
+        return self._spread.mean[0]
 
     @property
     def diversity(self) -> float:
         """exp(H)/E, H the entropy in nats of how slots are spread over experts: 1 for an even spread, 1/E where one
         expert gets everything; 1 for no tokens at all."""
-        total = int(self.load_E.sum())
-        if not total:
-            return 1.0
-        share_E = self.load_E.double() / total
-        return float(torch.special.entr(share_E).sum().exp()) / self.load_E.numel()
+        return self._spread.diversity[0]
 
     @property
     def dead(self) -> int:
         """Experts that no token chose."""
-        return int((self.load_E == 0).sum())
+        return self._spread.dead[0]
 
     @property
     def drop_rate(self) -> float:
         """Share of the chosen slots that the capacity dropped."""
-        total = int(self.load_E.sum())
-        return int(self.dropped) / total if total else 0.0
+        return self._spread.drop_rate[0]
+
+    @property
+    def _spread(self) -> Spread:
+        return spread(self.load_E[None], self.dropped.view(1))
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How the slots of L layers are spread over their experts; the numbers of ``LayerLoad``, for each layer."""
+
+    imbalance: list[float]
+    least: list[float]
+    mean: list[float]
+    diversity: list[float]
+    dead: list[int]
+    drop_rate: list[float]
+
+
+def spread(load_LE: Tensor, dropped_L: Tensor) -> Spread:
+    """The numbers of L layers at once: single ones would take a millisecond for every seven layers.
+
+    Args:
+        load_LE: [L, E] int64 slots per expert. dropped_L: [L] slots that the capacity dropped.
+    """
+    experts = load_LE.shape[1]
+    total_L, dropped_L = load_LE.sum(1).double(), dropped_L.double()
+    none_L = total_L == 0
+    some_L = total_L.clamp(min=1)
+    entropy_L = torch.special.entr(load_LE.double() / some_L[:, None]).sum(1)
+    least_L, most_L = load_LE.aminmax(dim=1)
+    rows = torch.stack(
+        [
+            (most_L * experts / some_L).masked_fill(none_L, 1.0),
+            (least_L * experts / some_L).masked_fill(none_L, 1.0),
+            total_L / experts,
+            (entropy_L.exp() / experts).masked_fill(none_L, 1.0),
+            (dropped_L / some_L).masked_fill(none_L, 0.0),
+        ]
+    )
+    imbalance, least, mean, diversity, drop_rate = rows.tolist()
+    return Spread(imbalance, least, mean, diversity, (load_LE == 0).sum(1).tolist(), drop_rate)
 
 
 def moe_layers(module: nn.Module) -> Iterator[tuple[str, MoELayer]]:

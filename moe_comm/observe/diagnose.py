@@ -72,13 +72,14 @@ def _slow_ranks(window: Window, limits: Limits) -> list[Finding]:
     found = []
     for part in PARTS:
         for stage in sorted(set(window.stage)):
-            ranks = np.array([rank for rank, at in enumerate(window.stage) if at == stage])
+            ranks = np.array([column for column, at in enumerate(window.stage) if at == stage])
             if len(ranks) < 2:
                 continue
-            own_SW = window.parts[part][:, ranks]
+            own_SW, rows_SW = window.parts[part][:, ranks], window.rows_SW[:, ranks]
+            whole = (np.isfinite(own_SW) & np.isfinite(rows_SW)).all(1)
+            own_SW = own_SW[whole]
             if part == "compute":
-                own_SW = _without_routing(own_SW, window.rows_SW[:, ranks])
-            own_SW = own_SW[np.isfinite(own_SW).all(1)]
+                own_SW = _without_routing(own_SW, rows_SW[whole])
             if len(own_SW) < limits.steps:
                 continue
             named = _outstanding(own_SW, limits)
@@ -89,9 +90,10 @@ def _slow_ranks(window: Window, limits: Limits) -> list[Finding]:
             own = np.median(own_SW[:, named])
             lost = float(own - usual)
             factor = float(own / max(usual, _TINY))
-            rank = int(ranks[named])
+            column = int(ranks[named])
+            rank = window.ranks[column]
             why = (
-                f"rank {rank} on {window.hosts[rank]} spends {own * 1e3:.1f} ms of a step on {part}, "
+                f"rank {rank} on {window.hosts[column]} spends {own * 1e3:.1f} ms of a step on {part}, "
                 f"the others of its stage {usual * 1e3:.1f} ms"
             )
             found.append(Finding("slow rank", (rank,), again, factor, lost, why))
@@ -104,7 +106,7 @@ def _without_routing(own_SW: Floats, rows_SW: Floats) -> Floats:
     The price of a row is the slope of a rank's seconds over its own rows from step to step (the median over ranks), so
     that what a rank does slower than others in every step is not taken for the price of its rows.
     """
-    if len(own_SW) < 5 or not np.isfinite(rows_SW).all():
+    if len(own_SW) < 5:
         return own_SW
     spread_W = rows_SW.std(0)
     if (spread_W <= 0.02 * np.maximum(rows_SW.mean(0), 1)).any():
@@ -142,12 +144,9 @@ def _resampled(own_SW: Floats, limits: Limits, named: int) -> float:
 
 
 def _slow_links(window: Window, limits: Limits) -> list[Finding]:
-    probed = np.isfinite(window.links_SWW).any((1, 2))
-    links_SWW = window.links_SWW[probed]
-    ends = np.flatnonzero(np.isfinite(links_SWW).any((0, 1)) | np.isfinite(links_SWW).any((0, 2)))
+    ends, links_SWW = window.links.matrices()
     if not len(links_SWW) or len(ends) < 2:
         return []
-    links_SWW = links_SWW[:, ends][:, :, ends]
     first = _hot(links_SWW, limits)
     if first is None:
         return []
@@ -159,7 +158,8 @@ def _slow_links(window: Window, limits: Limits) -> list[Finding]:
     rows = seconds[:, target] if source < 0 else seconds[source]
     slow = float(seconds[source, target] if kind == "slow link" else np.nanmedian(rows))
     usual = _usual(seconds)
-    name = [f"{window.hosts[rank]} (rank {rank})" for rank in ends]
+    host_of = dict(zip(window.ranks, window.hosts, strict=True))
+    name = [f"{host_of[rank]} (rank {rank})" for rank in ends]
     words = {
         "slow link": f"a probe from {name[source]} to {name[target]}",
         "slow sender": f"a probe from {name[source]} to any other host",
@@ -170,7 +170,7 @@ def _slow_links(window: Window, limits: Limits) -> list[Finding]:
     why = f"{words[kind]} takes {slow * 1e3:.1f} ms, others {usual * 1e3:.1f} ms"
     share = votes[first] / RESAMPLES
     factor, lost = slow / max(usual, _TINY), slow - usual
-    return [Finding(kind, tuple(int(ends[rank]) for rank in ranks), share, factor, lost, why)]
+    return [Finding(kind, tuple(ends[rank] for rank in ranks), share, factor, lost, why)]
 
 
 def _hot(links_SWW: Floats, limits: Limits) -> tuple[str, int, int] | None:

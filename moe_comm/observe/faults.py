@@ -59,6 +59,8 @@ FATAL = frozenset(
 """After these the ranks have to be started again."""
 DAMAGE = frozenset(("checkpoint_truncate", "checkpoint_flip", "checkpoint_missing"))
 """Only noticed when ranks that are started again want to go on from the checkpoint."""
+WAIT = DAMAGE | {"flip_bit", "full_disk", "nan_grad"}
+"""Need an occasion: a checkpoint, rows, a save, a gradient. Where their step has none, they are due in later ones."""
 
 
 @dataclass(frozen=True)
@@ -221,8 +223,11 @@ class Plan:
                 continue
             if fault.mean_s is not None:
                 found += self._by_time(index, fault, step, now_s)
-            elif (key := f"{index}@{step}") not in self.fired and self._hits(index, fault, step):
-                found.append(Due(fault, step, key))
+                continue
+            # Also where ranks that were started again do not repeat the step that it was planned for.
+            planned = step if fault.kind not in WAIT or fault.step is None else min(step, fault.step)
+            if (key := f"{index}@{planned}") not in self.fired and self._hits(index, fault, planned):
+                found.append(Due(fault, planned, key))
         return found
 
     def _hits(self, index: int, fault: Fault, step: int) -> bool:

@@ -10,15 +10,13 @@ runs/<name>-<date>/
 from __future__ import annotations
 
 import json
-import math
-import os
 import socket
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 
-from moe_comm.observe.records import RANKS, SPANS, LineWriter, RankStep, SpanLine
+from moe_comm.observe.records import RANKS, SPANS, LineWriter, RankStep, SpanLine, cut_after, open_to_append
 from moe_comm.runtime.event_layout import Kind, Span, Totals, ranks_of
 from moe_comm.runtime.event_reader import read_spans, read_state
 from moe_comm.runtime.events import EVENTS, Recorder
@@ -26,6 +24,8 @@ from moe_comm.runtime.events import EVENTS, Recorder
 DUMPS = "dumps"
 DUMPED = 200
 """Spans that a dump holds."""
+_skews_ns: dict[int, int] = {}
+"""By rank, of those whose log this process writes: dumps are made where the log is not at hand."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class RankLog:
         self, folder: Path, rank: int, *, done: int = 0, every: int = 0, skew_ns: int = 0, recorder: Recorder = EVENTS
     ) -> None:
         self._rank, self._every, self._skew_ns, self._recorder = rank, every, skew_ns, recorder
+        _skews_ns[rank] = skew_ns
         self._host = socket.gethostname()
         self._wall_ns = wall_minus_monotonic()
         steps, self._spans = (folder / part / f"rank-{rank:05d}.jsonl" for part in (RANKS, SPANS))
@@ -109,9 +110,15 @@ class RankLog:
             return
         step, first = self._waiting
         self._waiting = None
-        found = [span for span in read_spans(self._recorder.region, since=first) if span.step == step and span.end_ns]
-        lines = (SpanLine.of(span, self._wall_ns, self._skew_ns) for span in found)
-        self._spans.parent.mkdir(parents=True, exist_ok=True)
+        room = self._recorder.records
+        every = read_spans(self._recorder.region, room, first)
+        found = [span for span in every if span.step == step and span.end_ns]
+        lines = [SpanLine.of(span, self._wall_ns, self._skew_ns) for span in found]
+        if (lost := self._head() - room - first) > 0:
+            at = lines[0].begin_ns if lines else time.time_ns()
+            name = f"{lost} earlier spans of this step did not fit; set observe.records to more than {room}"
+            mark = Kind.MARK.name.lower()
+            lines.insert(0, SpanLine(self._rank, mark, name, at, at, step, skew_ns=self._skew_ns))
         _append(self._spans, lines)
 
     def _head(self) -> int:
@@ -143,9 +150,9 @@ def dump(folder: Path, reason: str, region: memoryview | None = None, *, last: i
             return None
         wall_ns, now = wall_minus_monotonic(), time.monotonic_ns()
         path = folder / DUMPS / f"step-{state.step:08d}" / f"rank-{state.rank:05d}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
         why = SpanLine(state.rank, Kind.MARK.name.lower(), reason, now + wall_ns, now + wall_ns, state.step)
-        _append(path, [why, *(SpanLine.of(span, wall_ns) for span in _open_first(read_spans(region, last)))])
+        lines = [why, *(SpanLine.of(span, wall_ns) for span in _open_first(read_spans(region, last)))]
+        _append(path, [replace(line, skew_ns=_skews_ns.get(state.rank, 0)) for line in lines])
     except (OSError, ValueError):
         return None
     return path
@@ -153,30 +160,15 @@ def dump(folder: Path, reason: str, region: memoryview | None = None, *, last: i
 
 def wall_minus_monotonic() -> int:
     """What added to CLOCK_MONOTONIC gives ns since 1970, on this host now."""
-    before = time.monotonic_ns()
-    wall = time.time_ns()
-    return wall - (before + time.monotonic_ns()) // 2
-
-
-def cut_after(path: Path, done: int) -> None:
-    """Take the lines of steps after ``done``, and one that was cut off, out of a file of lines with a ``step``."""
-    if not path.exists():
-        return
-    kept = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if _step_of(line) <= done]
-    fresh = path.with_suffix(".partial")
-    fresh.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-    os.replace(fresh, path)
+    found = []
+    for _ in range(5):
+        before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        found.append((after - before, wall - (before + after) // 2))
+    return min(found)[1]  # of which nothing came between
 
 
 def _open_first(spans: list[Span]) -> list[Span]:
     return sorted(spans, key=lambda span: not span.open)
-
-
-def _step_of(line: str) -> float:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf
 
 
 _DEFAULTS = {
@@ -192,5 +184,5 @@ def _append(path: Path, lines: Iterable[SpanLine]) -> None:
     for line in lines:
         values = {k: v for k, v in vars(line).items() if k not in _DEFAULTS or v != _DEFAULTS[k]}
         texts.append(json.dumps(values, separators=(",", ":")) + "\n")
-    with path.open("a", encoding="utf-8") as file:
-        file.write("".join(texts))
+    with open_to_append(path) as file:
+        file.write("".join(texts).encode())

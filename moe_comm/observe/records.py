@@ -18,10 +18,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from moe_comm.errors import CorruptFile
 from moe_comm.runtime.event_layout import Span
@@ -30,6 +31,8 @@ RANKS, SPANS = "ranks", "spans"
 ATTEMPTS, FAULTS, INJECTED, METRICS = "attempts.jsonl", "faults.jsonl", "injected.jsonl", "metrics.jsonl"
 LOADS = "loads.jsonl"
 MAX_LINE = 16 << 20
+MAX_RANKS = 1 << 20
+"""More than any run has: readers make room for every rank that a line names."""
 
 
 @dataclass(frozen=True)
@@ -156,18 +159,61 @@ Line = TypeVar("Line", RankStep, SpanLine, LoadLine, Attempt, FaultRecord)
 
 
 class LineWriter:
-    """Appends dataclasses to a file, a line each, visible to others at once."""
+    """Appends dataclasses to a file, a line each, visible to others at once. A line that was cut off, at the end of a
+    file that is there already, is taken out."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)
+        self._file = open_to_append(path)
 
     def write(self, line: Any) -> None:
         """What is no number becomes null."""
-        self._file.write(to_json(line) + "\n")
+        # In one piece: another process may append to the same file.
+        self._file.write((to_json(line) + "\n").encode())
 
     def close(self) -> None:
         self._file.close()
+
+
+def open_to_append(path: Path) -> BinaryIO:
+    """``path``, unbuffered, to write whole lines behind whole ones; the folder is made if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file: BinaryIO = path.open("ab", buffering=0)
+    with path.open("rb") as before:
+        size = before.seek(0, os.SEEK_END)
+        begin = max(size - MAX_LINE, 0)
+        before.seek(max(size - 1, 0))
+        if before.read(1) in (b"", b"\n"):
+            return file
+        before.seek(begin)
+        tail = before.read().rpartition(b"\n")
+    try:
+        json.loads(tail[2])
+    except (ValueError, RecursionError):
+        file.truncate(begin + len(tail[0]) + len(tail[1]))
+    else:  # but for its end it is whole
+        file.write(b"\n")
+    return file
+
+
+def cut_after(path: Path, done: int) -> None:
+    """Take the lines of steps after ``done``, and one that was cut off, out of a file of lines with a ``step``."""
+    if not path.exists():
+        return
+    fresh = path.with_suffix(".partial")
+    with (
+        path.open(encoding="utf-8", errors="replace", newline="\n") as lines,
+        fresh.open("w", encoding="utf-8", newline="\n") as kept,
+    ):
+        kept.writelines(line.rstrip("\n") + "\n" for line in lines if _step_of(line) <= done)
+    os.replace(fresh, path)
+
+
+def _step_of(line: str) -> float:
+    """The step of a line; infinite for one that was cut off when its process was killed."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return math.inf
 
 
 def to_json(line: Any) -> str:
@@ -245,6 +291,16 @@ def _finite(value: Any) -> Any:
     return value
 
 
+def _in_range(text: str, key: str, value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()  # half of a pair could not be written again
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise ValueError(f"{key} is beyond 64 bits")
+    if key in ("rank", "world") and not 0 <= value < MAX_RANKS:
+        raise ValueError(f"{key} must be at least 0 and below {MAX_RANKS}; got {value}")
+    return float(value) if text == "float" else value
+
+
 _SIMPLE: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
 
 
@@ -256,11 +312,11 @@ def _read(kind: Any, key: str, value: Any) -> Any:
     if text in _SIMPLE:
         if isinstance(value, bool) or not isinstance(value, _SIMPLE[text]):
             raise ValueError(f"{key} must be {text}; got {value!r:.80}")
-        return value * 1.0 if text == "float" else value  # type: ignore[operator]
+        return _in_range(text, key, value)
     outer, _, inner = text.rstrip("]").partition("[")
     if outer == "list" and isinstance(value, list):
         return [_read(inner, key, one) for one in value]
     if outer == "dict" and isinstance(value, dict):
         item = text.partition(", ")[2][:-1]
-        return {name: _read(item, key, one) for name, one in value.items()}
+        return {_in_range("str", key, name): _read(item, key, one) for name, one in value.items()}
     raise ValueError(f"{key} must be {text}; got {value!r:.80}")

@@ -88,6 +88,13 @@ def _spread(seconds: Sequence[float]) -> dict[str, float] | None:
     return {name: known[math.ceil(share * len(known)) - 1] for name, share in names.items()}
 
 
+def next_attempt(run: Path) -> int:
+    """The number of a start of the ranks now: above those of all faults and steps that are written down, also of the
+    faults that an earlier folder of the run had."""
+    known = [one.attempt for one in read_injections(run / INJECTED)]
+    return 1 + max([*known, *(attempt for _, _, attempt in _progress(run / PROGRESS))], default=-1)
+
+
 def _progress(path: Path) -> list[tuple[float, int, int]]:
     """When a step ended, which, and in which start of the ranks."""
     found = []
@@ -95,6 +102,6 @@ def _progress(path: Path) -> list[tuple[float, int, int]]:
         try:
             values = json.loads(line)
             found.append((float(values["time_s"]), int(values["step"]), int(values["attempt"])))
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             continue
     return sorted(found)

@@ -44,6 +44,8 @@ _TRACK_OF = {
 }
 _HOME = {"dispatch": "combine", "combine backward": "dispatch backward"}
 """By what rows come home that an operation has sent out."""
+SAME_NS = 10_000
+"""Two dumps read the clocks anew, and give the same span times that differ by less."""
 _SEND, _RECEIVE = "send ", "receive "
 
 
@@ -206,17 +208,19 @@ def parse_steps(text: str) -> tuple[int, int]:
 
 def _dumped(run: Path) -> Iterator[SpanLine]:
     """A dump has the spans of several steps, and later dumps may have them again; what was open ends with its dump."""
+    seen: dict[tuple[object, ...], SpanLine] = {}
     for path in sorted((run / DUMPS).glob("step-*/rank-*.jsonl")):
-        seen: dict[tuple[int, int, str, str], SpanLine] = {}
         now = 0
         for line in read_lines(path, SpanLine):
             if line.kind == "mark":
                 now = line.begin_ns
-            key = (line.rank, line.begin_ns, line.kind, line.name)
+            what = (line.rank, line.kind, line.name, line.layer, line.step, line.micro, line.call, line.thread)
+            at = line.begin_ns // SAME_NS
+            key = next((key for near in (at, at - 1, at + 1) if (key := (*what, near)) in seen), (*what, at))
             if not line.end_ns:
                 line = replace(line, name=f"{line.name} (not ended)", end_ns=max(now, line.begin_ns))
             seen[key] = line
-        yield from seen.values()
+    yield from seen.values()
 
 
 def _hosts(run: Path) -> dict[int, str]:
@@ -232,11 +236,11 @@ def _track(span: SpanLine) -> str:
 
 
 def _begin(span: SpanLine) -> int:
-    return span.begin_ns + span.skew_ns
+    return max(span.begin_ns + span.skew_ns, 0)
 
 
 def _end(span: SpanLine) -> int:
-    return span.end_ns + span.skew_ns
+    return max(span.end_ns + span.skew_ns, 0)
 
 
 def _args(span: SpanLine) -> dict[str, Value]:

@@ -109,7 +109,8 @@ class Passage:
         worth = travelling_rows(rows_WE, dispatcher.placement) * row_bytes // COST
         chunks = overlap.chunks_of(worth)
         small = chunks == 1 and worth < overlap.chunk_bytes
-        claimed = claim(dispatcher, x_TD, ids_TK, header)
+        # Fused kernels consume rows as they land: nobody could compare them.
+        claimed = None if overlap.backend == TRITON else claim(dispatcher, x_TD, ids_TK, header)
         passage = cls(dispatcher, layout, header, chunks, small, overlap, claim=claimed)
         if isinstance(overlap.chunks, str) and overlap.backend != TRITON:
             works = passage.works("dispatch_matmul", width)[:1]

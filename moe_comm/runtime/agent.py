@@ -29,6 +29,10 @@ ENDING_S = 5.0
 """What the other ranks get to end by themselves, after one has failed. Torch's agent gives 30 s to those that do not
 answer SIGTERM, stopped ones among them."""
 LOOK_S = 0.1
+ENDED_BY_WATCH = 75
+"""Exit code of a rank that ended itself because its main thread did not come out of a wait for a culprit."""
+NOTICED = "Noticed: "
+"""What ranks that watch each other add to an error begins with it, and goes on to the end of the line."""
 
 
 class RankFailed(MoeCommError):
@@ -118,10 +122,14 @@ def _cause(failures: dict[int, Any], errors_folder: Path) -> MoeCommError:
     records = {int(path.name): json.loads(path.read_text()) for path in recorded(errors_folder)}
     by_time = sorted(records, key=lambda rank: records[rank]["time"])
     causes = [rank for rank in by_time if not issubclass(class_of(records[rank]["kind"]), PeerError)]
-    # The agent ends the remaining ranks with SIGTERM; any other end without a record is a cause too.
-    silent = [rank for rank in sorted(failures.keys() - records.keys()) if failures[rank].exitcode != -signal.SIGTERM]
+    # The agent ends the remaining ranks with SIGTERM, and some end themselves; any other end without a record is a
+    # cause too.
+    unrecorded = sorted(failures.keys() - records.keys())
+    silent = [rank for rank in unrecorded if failures[rank].exitcode not in (-signal.SIGTERM, ENDED_BY_WATCH)]
+    lines = [line for rank in by_time for line in records[rank]["traceback"].splitlines()]
+    noticed = next((NOTICED + line.partition(NOTICED)[2] for line in lines if NOTICED in line), "")
     for rank in (*causes, *silent, *by_time, *sorted(failures)):
-        return _from_record(rank, records[rank]) if rank in records else _from_exit(rank, failures[rank])
+        return _from_record(rank, records[rank]) if rank in records else _from_exit(rank, failures[rank], noticed)
     return RankFailed("the ranks failed and left no reason")
 
 
@@ -133,12 +141,14 @@ def _from_record(rank: int, record: dict[str, Any]) -> MoeCommError:
     return RankFailed(f"rank {rank} failed with {record['kind']}: {message}", record["traceback"])
 
 
-def _from_exit(rank: int, failure: Any) -> RankFailed:
+def _from_exit(rank: int, failure: Any, noticed: str) -> RankFailed:
+    """noticed: what the ranks had found out; one that was stuck was killed by them."""
     who = f"rank {rank} (pid {failure.pid})"
     if failure.exitcode >= 0:
         return RankFailed(f"{who} ended with exit code {failure.exitcode}")
-    hint = "; was it out of memory?" if failure.exitcode == -signal.SIGKILL else ""
-    return RankFailed(f"{who} was killed by {signal.Signals(-failure.exitcode).name}{hint}")
+    hint = "; was it out of memory?" if failure.exitcode == -signal.SIGKILL and "stuck" not in noticed else ""
+    told = f". {noticed}" if noticed else ""
+    return RankFailed(f"{who} was killed by {signal.Signals(-failure.exitcode).name}{hint}{told}")
 
 
 def _quiet_agent() -> None:
@@ -173,8 +183,12 @@ def _end_in_time(alive: Path, over: threading.Event) -> None:
             for name in handles.keys() - present:
                 os.close(handles.pop(name))  # its function has returned
             for name in present - handles.keys():
-                with contextlib.suppress(OSError):  # gone before it was looked at: the next look finds no process
+                try:
                     handles[name] = os.pidfd_open(int((alive / name).read_text()))
+                except FileNotFoundError:
+                    present.discard(name)  # its function has returned since
+                except OSError:
+                    pass  # its process has ended before it was looked at
             for name in present:
                 attempt = name.partition(".")[0]
                 if name not in handles or connection.wait([handles[name]], 0):

@@ -46,6 +46,10 @@ FIRST_SIGNAL = signal.SIGRTMIN + 6
 Texts = Callable[[str], list[str]]
 """Gives every rank's text, by rank. Collective."""
 
+_CANNOT = (AttributeError, OSError, ValueError, RuntimeError)
+"""What calls raise that this kernel or Python lacks (``memfd_create``, ``eventfd`` and ``pidfd_open``), or refuses."""
+_IGNORED: set[int] = set()
+"""Signals that boards of this process have taken before."""
 _SEQUENCE_AT, _SIZE_AT = 8, 16
 _PHASE_AT, _PATIENCE_AT, _ACK_AT, _ACK_NS_AT, _LEFT_NS_AT, _WORDS_AT = 0, 8, 16, 24, 32, 64
 
@@ -129,9 +133,12 @@ class Board:
         Raises:
             HeapError: on every rank, where some rank cannot share memory with its neighbours.
         """
-        stacks = os.memfd_create("moe_comm-stacks", os.MFD_CLOEXEC)
-        os.fchmod(stacks, 0o600)
-        number = _free_signal()
+        answer, stacks, number = "", -1, 0
+        try:
+            stacks = _memory("moe_comm-stacks")
+            number = _free_signal()
+        except _CANNOT as error:  # told below: until then the others wait for this rank
+            answer = f"rank {rank} cannot be watched here: {error}"
         own = Member(
             rank=rank,
             host=host if host is not None else host_key(),
@@ -146,34 +153,34 @@ class Board:
         size = _size(len(here), records)
         memory: mmap.mmap | None = None
         board: Board | None = None
-        answer = path = ""
+        path = ""
         shared = -1
         try:
-            if rank == here[0]:
-                shared = os.memfd_create("moe_comm-board", os.MFD_CLOEXEC)
-                os.fchmod(shared, 0o600)
+            if rank == here[0] and not answer:
+                shared = _memory("moe_comm-board")
                 os.ftruncate(shared, size)
                 memory = mmap.mmap(shared, size)
                 path = f"/proc/{own.pid}/fd/{shared}"
-        except OSError as error:
+        except _CANNOT as error:
             answer = f"rank {rank} cannot make a board of {size} bytes: {error}"
         paths = texts(path)
         try:
-            if memory is None and paths[here[0]]:
+            if memory is None and paths[here[0]] and not answer:
                 memory = _map(paths[here[0]], size)
             if memory is not None:
                 board = cls(rank, members, memory, records)
                 board._hold(stacks)
-                faulthandler.register(number, stacks, all_threads=True, chain=False)
-        except OSError as error:
+                _write_stacks(number, stacks)
+        except _CANNOT as error:
             answer = f"rank {rank} cannot open what its neighbours share: {error}"
-        problems = [text for text in texts(answer[:TEXT_BYTES]) if text]
+        problems = [text for text in texts(answer.encode()[:TEXT_BYTES].decode(errors="ignore")) if text]
         if shared >= 0:
             os.close(shared)  # all have mapped it
         if board is None or problems:
+            kept = board is not None and rank in board._stacks
             if board is not None:
                 board.close()
-            else:
+            if stacks >= 0 and not kept:
                 os.close(stacks)
             raise HeapError((problems or ["the first rank of this host made no board"])[0])
         return board
@@ -274,6 +281,8 @@ class Board:
 
         resume: a stopped process is made to go on for a moment, or it could not write them.
         """
+        if self.page(rank).phase >= Phase.LEFT:
+            return "(none: it has left)"
         fd = self._stacks[rank]
         before = os.fstat(fd).st_size
         if not self._send(rank, self.members[rank].signal):
@@ -306,8 +315,9 @@ class Board:
 
     def _hold(self, stacks: int) -> None:
         """Open the neighbours' processes and places for stacks."""
-        self._stacks[self.rank] = stacks
         self._pidfds[self.rank] = os.pidfd_open(os.getpid())
+        signal.pidfd_send_signal(self._pidfds[self.rank], 0)  # whether that can be had at all
+        self._stacks[self.rank] = stacks
         for rank in self.here:
             if rank == self.rank:
                 continue
@@ -329,11 +339,27 @@ class Board:
         return _size(0, self.records) + self.here.index(rank) * PAGE
 
 
+def _memory(name: str) -> int:
+    """An empty file without a name that this user alone can open."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    os.fchmod(fd, 0o600)
+    return fd
+
+
+def _write_stacks(number: int, stacks: int) -> None:
+    """From now on this process answers a signal with its stacks; once it does no more, it ignores it: a neighbour may
+    have sent it just before."""
+    with contextlib.suppress(ValueError):  # only the main thread may say so
+        signal.signal(number, signal.SIG_IGN)
+        _IGNORED.add(number)
+    faulthandler.register(number, stacks, all_threads=True, chain=False)
+
+
 def _free_signal() -> int:
     for number in range(FIRST_SIGNAL, signal.SIGRTMAX):
-        if signal.getsignal(number) is signal.SIG_DFL:
+        if signal.getsignal(number) is signal.SIG_DFL or number in _IGNORED:
             return int(number)
-    raise HeapError("every real-time signal of this process has a handler; watching needs one for itself")
+    raise OSError("every real-time signal of this process has a handler; watching needs one for itself")
 
 
 def _map(path: str, size: int) -> mmap.mmap:

@@ -101,7 +101,7 @@ class Recorder:
         self.micro = 0
         self.enabled = True
         self.device: DeviceClock | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # names are added with it held and without
         self._totals = Totals()
         self._outer: Open | None = None
         self._inside = (0, NO_NAME)
@@ -322,14 +322,18 @@ class Recorder:
 
     def _add_name(self, text: str) -> int:
         data = text.encode()[:60_000]
-        at = self._names_end
-        if at + 2 + len(data) > HEADER_BYTES + NAMES_BYTES:
-            return NO_NAME
-        struct.pack_into(f"<H{len(data)}s", self._buffer, at, len(data), data)
-        self._names_end = at + 2 + len(data)
-        LONG.pack_into(self._buffer, NAMES_AT, self._names_end)
-        self._names[text] = at
-        return at
+        with self._lock:
+            at = self._names.get(text)  # another thread may have been faster
+            if at is not None:
+                return at
+            at = self._names_end
+            if at + 2 + len(data) > HEADER_BYTES + NAMES_BYTES:
+                return NO_NAME
+            struct.pack_into(f"<H{len(data)}s", self._buffer, at, len(data), data)
+            self._names_end = at + 2 + len(data)
+            LONG.pack_into(self._buffer, NAMES_AT, self._names_end)
+            self._names[text] = at
+            return at
 
 
 class Open:

@@ -17,6 +17,7 @@ Run as a script by ``moe_comm.runtime.kept``, isolated and with nothing imported
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import selectors
@@ -67,9 +68,9 @@ class Keeper:
         """Raises OSError where the name is taken, or the owner has ended."""
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._server.bind(f"\0{name}")
-        self._owner = os.pidfd_open(owner)
-        if start_ticks(owner) != ticks:
-            raise ProcessLookupError(f"process {owner} is another one by now")
+        self._owner, self._pid, self._ticks = _hold(owner), owner, ticks
+        if not self._owner_runs():
+            raise ProcessLookupError(f"process {owner} has ended, or is another one by now")
         self._server.listen(128)
         self._server.setblocking(False)
         self._folder, self._idle_s = folder, idle_s
@@ -81,13 +82,16 @@ class Keeper:
     def serve(self) -> None:
         """Until there is a reason to end."""
         selector = selectors.DefaultSelector()
-        selector.register(self._owner, selectors.EVENT_READ)  # readable once the process has ended
+        if self._owner >= 0:
+            selector.register(self._owner, selectors.EVENT_READ)  # readable once the process has ended
         selector.register(self._server, selectors.EVENT_READ)
         seen = time.monotonic()
         while not self._ended and (not self._folder or os.path.isdir(self._folder)):
             if self._clients:
                 seen = time.monotonic()
             elif time.monotonic() - seen > self._idle_s:
+                return
+            if self._owner < 0 and not self._owner_runs():
                 return
             for key, _ in selector.select(LOOK_S):
                 if key.fileobj == self._owner:
@@ -96,6 +100,12 @@ class Keeper:
                     self._accept(selector)
                 elif isinstance(key.fileobj, socket.socket):
                     self._hear(selector, key.fileobj)
+
+    def _owner_runs(self) -> bool:
+        try:
+            return start_ticks(self._pid) == self._ticks
+        except OSError:
+            return False
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
         with contextlib.suppress(OSError):  # whoever came has gone again
@@ -137,7 +147,7 @@ class Keeper:
             if do == "end":
                 self._ended = True
                 return {}, []
-        except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, OSError, AttributeError, RecursionError) as error:
             return {"error": f"{type(error).__name__}: {error}"}, []
         return {"error": f"unknown request {str(do)[:80]!r}"}, []
 
@@ -157,6 +167,22 @@ class Keeper:
             raise
         self._memory[name] = fresh
         return fresh
+
+
+def _hold(pid: int) -> int:
+    """A descriptor of a process; -1 where there is no such thing: some Pythons and sandboxes lack it.
+
+    Raises:
+        OSError: it has ended.
+    """
+    try:
+        return os.pidfd_open(pid)
+    except AttributeError:
+        return -1
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.EPERM):
+            return -1
+        raise
 
 
 def main(arguments: list[str]) -> int:

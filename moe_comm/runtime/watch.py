@@ -27,30 +27,28 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import DistError, PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store  # no public way to it
 
-from moe_comm.errors import ConfigError, MoeCommError, PeerError
+from moe_comm.errors import HeapError, PeerError
+from moe_comm.runtime.agent import NOTICED
 from moe_comm.runtime.board import Board, Phase, Texts, group_texts
-from moe_comm.runtime.event_layout import ACTIVE_AT, BEAT_AT, LONG, RECORDS
-from moe_comm.runtime.event_reader import read_open, read_spans
+from moe_comm.runtime.event_layout import ACTIVE_AT, BEAT_AT, LONG
+from moe_comm.runtime.event_reader import read_spans
 from moe_comm.runtime.events import EVENTS
-from moe_comm.runtime.watch_graph import PATIENT_KINDS, View, analyse
+from moe_comm.runtime.watch_graph import View, analyse
 from moe_comm.runtime.watch_hosts import HostBeats
-from moe_comm.runtime.watch_report import LAST_EVENTS, Fault, describe, fault_to_json, last_events
+from moe_comm.runtime.watch_notice import Notices
+from moe_comm.runtime.watch_pace import EARLY, POLL_S, Pace, WatchOptions
+from moe_comm.runtime.watch_report import LAST_EVENTS, Fault, describe, last_events, notice_text
 from moe_comm.runtime.watch_views import Viewer, doing
 
-ENDED_BY_WATCH = 75
-"""Exit code of a rank that ended itself because its main thread did not come out of a wait for a culprit."""
-POLL_S = 0.1
-EARLY = 0.9
-"""Part of ``stuck_s`` after which a rank is taken to be stuck, so that within the whole of it all know."""
-PAUSES = 10
+__all__ = ["WatchOptions", "Watcher", "watching"]
 LOOK_S = 0.2
 FRESH_S = 1.0
 """A rank whose watcher has not run for longer does not speak for its host."""
@@ -58,34 +56,16 @@ AWAY_S = 1.0
 """A watcher that was itself not run for so long has no right to judge what was before."""
 STACKS_S = 0.3
 SETTLE_S = 2.0
-ACKNOWLEDGE_S = 1.0
-OUT_S = 5.0
 _LOST = re.compile(
     "closed by peer|reset by peer|read error|write error|broken pipe|connection|gloo|nccl", re.IGNORECASE
 )
 
 
-@dataclass(frozen=True)
-class WatchOptions:
-    """stuck_s: seconds within which a stuck rank is noticed. start_s: the same before its first step has ended and
-    between steps. end: kill it then, so that the others' waits end. records: spans that each rank's ring holds."""
-
-    stuck_s: float = 5.0
-    start_s: float = 300.0
-    end: bool = True
-    records: int = RECORDS
-
-    def __post_init__(self) -> None:
-        for name in ("stuck_s", "start_s"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{name} must be a positive number of seconds; got {value}")
-
-
 class Watcher:
     """This rank's watcher; a context manager. ``meet`` makes it.
 
-    on_fault: called on every rank, on the watcher's thread, when something was noticed; before a culprit is ended.
+    on_fault: called on every rank, on a thread of the watcher's, when something was noticed; a culprit is ended when
+    those of one rank have returned, or half a second later.
     """
 
     def __init__(
@@ -97,15 +77,9 @@ class Watcher:
         store: PrefixStore | None = None,
     ) -> None:
         self.board, self.options = board, options
-        self.fault: Fault | None = None
-        self._folder, self._on_fault = folder, tuple(on_fault)
         self._since = self._turned = time.monotonic_ns()
-        self._phase, self._steps, self._step = Phase.STARTING, 0, 0
-        self._pause = self._first_pause = self._longest = 0.0
-        self._seen, self._over, self._over_ns = 0, False, 0
         self._reported: dict[int, tuple[str, int]] = {}
         self._look_ns = 0
-        self._told = threading.Event()
         self._done = False
         self._hosts: HostBeats | None = None
         self._remote_seen: dict[int, str] = {}
@@ -113,7 +87,8 @@ class Watcher:
         self._viewer = Viewer(board, EARLY * options.stuck_s, options.start_s, self._since)
         self._own = board.region(board.rank)
         EVENTS.attach(self._own, board.rank, board.records)
-        board.say(self._phase, options.start_s)
+        self._pace = Pace(board, options)
+        self._notices = Notices(board, options, folder, on_fault, self._leads)
         if store is not None:
             number = next(n for n, ranks in enumerate(board.hosts) if board.rank in ranks)
             self._hosts = HostBeats(store, number, board.hosts, self._views, self._leads, options.stuck_s)
@@ -142,18 +117,36 @@ class Watcher:
 
         board = Board.meet(dist.get_rank(), texts, records=options.records, host=host)
         store: PrefixStore | None = None
+        answer = ""
         if len(board.hosts) > 1:
             session = texts(os.urandom(8).hex())[0]
-            store = PrefixStore(f"moe_comm/watch/{session}", _own_store())
-            for number, ranks in enumerate(board.hosts):
-                if board.rank == ranks[0]:
-                    HostBeats.announce(store, number)
+            try:
+                store = PrefixStore(f"moe_comm/watch/{session}", _own_store())
+                for number, ranks in enumerate(board.hosts):
+                    if board.rank == ranks[0]:
+                        HostBeats.announce(store, number)
+            except (RuntimeError, OSError) as error:  # told below: until then the others wait for this rank
+                answer = f"rank {board.rank} cannot use the store of the process group: {error}"[:200]
         watcher = cls(board, options, Path(folder), on_fault, store)
-        texts("")  # nobody looks before all record on their boards
+        # Nobody looks before all record on their boards.
+        if problems := [text for text in texts(answer) if text]:
+            board.close()
+            raise HeapError(problems[0])
         watcher.start()
         return watcher
 
+    @property
+    def fault(self) -> Fault | None:
+        """What was noticed last."""
+        return self._notices.fault
+
+    @property
+    def patience_s(self) -> float:
+        """How long this rank may show no progress in a step while others wait for it."""
+        return self._pace.patience_s
+
     def start(self) -> None:
+        EVENTS.enabled = True  # what a rank does not record, others cannot see
         self._since = self._viewer.since_ns = time.monotonic_ns()
         self._thread.start()
         if self._hosts is not None:
@@ -169,26 +162,11 @@ class Watcher:
 
     def begin_step(self, step: int) -> None:
         """From now on others may lose patience with this rank."""
-        self._step, self._pause = step, 0.0
-        if self._steps:
-            self._phase = Phase.STEP
-            self.board.say(self._phase, self.patience_s)
+        self._pace.begin()
 
     def end_step(self) -> None:
         """What comes until the next step may take long."""
-        if self._steps:
-            self._longest = max(self._longest, self._pause)
-        else:
-            self._first_pause = self._pause  # kernels are compiled in it: it counts only while there is no other
-        self._steps += 1
-        self._phase = Phase.BETWEEN
-        self.board.say(self._phase, self.options.start_s)
-
-    @property
-    def patience_s(self) -> float:
-        """How long this rank may show no progress in a step while others wait for it."""
-        longest = self._longest if self._steps > 1 else self._first_pause
-        return max(EARLY * self.options.stuck_s, PAUSES * longest)
+        self._pace.end()
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave. With an error that another rank has given this one, wait a moment for the report about it."""
@@ -196,10 +174,10 @@ class Watcher:
             return
         if isinstance(error, Exception):
             words = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
-            if isinstance(error, PeerError) or (not isinstance(error, MoeCommError) and _LOST.search(str(error))):
+            if _is_from_peers(error):
                 self.board.leave(Phase.CAUGHT, f"in {self._last_wait()} {words}")
                 self.board.wake()
-                self._told.wait(SETTLE_S)
+                self._notices.told.wait(SETTLE_S)
             else:
                 self.board.leave(Phase.FAILED, words)
         else:
@@ -207,6 +185,7 @@ class Watcher:
         self._done = True
         self.board.wake()
         self._thread.join(SETTLE_S)
+        self._notices.close(SETTLE_S)
         if self.board.page(self.board.rank).phase == Phase.CAUGHT:
             self.board.leave(Phase.LEFT)
         if self._hosts is not None:
@@ -225,7 +204,7 @@ class Watcher:
         self.close(error)
         if self.fault is None or not isinstance(error, Exception):
             return
-        hint = f"Noticed: {self.fault.what}; report: {self.fault.path}"
+        hint = f"{NOTICED}{self.fault.what}; report: {self.fault.path}"
         if isinstance(error, PeerError) and len(error.args) == 1:
             error.args = (f"{error.args[0]} {hint}",)
         else:
@@ -250,24 +229,19 @@ class Watcher:
             self._since = self._viewer.since_ns = now
         self._turned = now
         LONG.pack_into(self._own, BEAT_AT, now)
-        self._own_pause(now)
+        self._pace.look(now, self._since)
         if self._hosts is not None:
             self._hear(self._hosts)
-        if self.board.sequence > self._seen:
-            self._take(self.board.sequence)
-        elif not self._over and now >= self._look_ns and self._leads() and self._is_odd(now):
-            self._look_ns = now + int(LOOK_S * 1e9)
-            self._judge(now)
-        if self._over and self.options.end:
-            self._come_out(now)
-
-    def _own_pause(self, now: int) -> None:
-        """The longest time in this step that this rank has shown no progress through its own doing."""
-        pause = (now - max(LONG.unpack_from(self._own, ACTIVE_AT)[0], self._since)) / 1e9
-        if pause > max(self._pause, 2 * POLL_S) and self._phase != Phase.BETWEEN:
-            kinds = {span.kind for span in read_open(self._own) if not span.thread}
-            if not any(kind.moves or kind in PATIENT_KINDS for kind in kinds):
-                self._pause = pause
+        if number := self._notices.new:
+            self._notices.take(number)
+        elif not self._notices.over and now >= self._look_ns and self._leads():
+            if self._is_odd(now):
+                self._look_ns = now + int(LOOK_S * 1e9)
+                self._judge(now)
+            else:
+                self._suspected_ns = 0
+        if self._notices.over and self.options.end:
+            self._notices.come_out(now)
 
     def _is_odd(self, now: int) -> bool:
         """A quick look whether there may be something to judge."""
@@ -307,14 +281,18 @@ class Watcher:
             views += self._hosts.others()
         verdict = analyse(views)
         if verdict is None:
+            self._suspected_ns = 0
             return
         here = [rank for rank in verdict.ranks if rank in self.board.here]
         if not here:  # its own host speaks first, if it can
             self._suspected_ns = self._suspected_ns or now
             if now - self._suspected_ns < FRESH_S * 1e9:
                 return
-        active = {rank: (verdict.kind, LONG.unpack_from(self.board.region(rank), ACTIVE_AT)[0]) for rank in here}
-        if here and all(self._reported.get(rank) == active[rank] for rank in here):
+        else:
+            self._suspected_ns = 0
+        active = dict.fromkeys(verdict.ranks, (verdict.kind, -verdict.step))  # of other hosts no more is known
+        active |= {rank: (verdict.kind, LONG.unpack_from(self.board.region(rank), ACTIVE_AT)[0]) for rank in here}
+        if all(self._reported.get(rank) == state for rank, state in active.items()):
             return
         self._reported |= active
         end = self.options.end and verdict.kind == "stuck"
@@ -338,10 +316,10 @@ class Watcher:
         self._tell(fault, victims if end else ())
 
     def _tell(self, fault: Fault, victims: Sequence[int]) -> None:
-        notice = fault_to_json(fault, speaker=self.board.rank, victims=list(victims))
+        notice = notice_text(asdict(fault) | {"speaker": self.board.rank, "victims": list(victims)})
         if self._hosts is not None:
             self._hosts.tell(notice)
-        self._take(self.board.post(notice))
+        self._notices.take(self.board.post(notice))
         self.board.wake()
 
     def _hear(self, hosts: HostBeats) -> None:
@@ -351,10 +329,11 @@ class Watcher:
                 continue
             self._remote_seen[number] = notice
             told = json.loads(notice)
-            if self._over or (self.fault is not None and tuple(told["ranks"]) == self.fault.ranks):
+            self._reported |= dict.fromkeys(told["ranks"], (told["kind"], -told["step"]))
+            if self._notices.over or (self.fault is not None and tuple(told["ranks"]) == self.fault.ranks):
                 continue
             told |= {"report": told["report"] + self._own_events(time.monotonic_ns()), "healthy_ns": 0}
-            self.board.post(json.dumps(told))
+            self.board.post(notice_text(told))
 
     def _last_wait(self) -> str:
         """What this rank's main thread was in when another rank's end let it go."""
@@ -366,68 +345,11 @@ class Watcher:
         """The last events of all ranks of this host."""
         return last_events({rank: read_spans(self.board.region(rank), LAST_EVENTS) for rank in self.board.here}, now)
 
-    def _take(self, number: int) -> None:
-        """This rank learns of the newest notice."""
-        self.board.acknowledge(number)
-        self._seen = number
-        told: dict[str, Any] = json.loads(self.board.notice())
-        speaker, victims = told.pop("speaker"), told.pop("victims")
-        path = self._folder / f"rank-{self.board.rank:05d}-step{told['step']}.txt"
-        told |= {"ranks": tuple(told["ranks"]), "path": str(path), "noticed_s": math.nan}
-        fault = Fault(**{**told, "speaks": speaker == self.board.rank})
-        self.fault = fault
-        self._over, self._over_ns = fault.action == "stop", time.monotonic_ns()
-        with contextlib.suppress(OSError):  # a full disk must not keep anyone from ending
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with path.open("a", encoding="utf-8") as file:
-                file.write(fault.report)
-        if fault.speaks:
-            noticed = (self._all_know(number, fault) - fault.healthy_ns) / 1e9
-            self.fault = fault = replace(fault, noticed_s=noticed)
-            print(f"{fault.what} (noticed after {noticed:.2f} s); report: {path}", file=sys.stderr, flush=True)
-        for call in self._on_fault:
-            try:
-                call(fault)
-            except Exception:
-                print(f"rank {self.board.rank}: {traceback.format_exc()}", file=sys.stderr)
-        self._told.set()
-        here = [rank for rank in victims if rank in self.board.here]
-        if here and self._ends(here, speaker):
-            self._all_know(number, fault)
-            for rank in here:
-                self.board.kill(rank)
 
-    def _ends(self, victims: Sequence[int], speaker: int) -> bool:
-        """Whether this rank is the one to end ``victims``: the speaker, or who speaks for a host without it."""
-        return self.board.rank == speaker if speaker in self.board.here else self._leads()
-
-    def _all_know(self, number: int, fault: Fault) -> int:
-        """When the last of this host's ranks that can came to know of a notice; waits for them a moment."""
-        end = time.monotonic() + ACKNOWLEDGE_S
-        latest = time.monotonic_ns()
-        waiting = [rank for rank in self.board.here if rank not in fault.ranks and rank != self.board.rank]
-        while waiting and time.monotonic() < end:
-            for rank in list(waiting):
-                page = self.board.page(rank)
-                if page.acknowledged >= number:
-                    latest = max(latest, page.ack_ns)
-                if page.acknowledged >= number or page.phase == Phase.LEFT or self.board.ended(rank):
-                    waiting.remove(rank)
-            if waiting:
-                self.board.wait(0.01)
-        return latest
-
-    def _come_out(self, now: int) -> None:
-        """End this process if its main thread still waits for a rank that will not come."""
-        if self.board.page(self.board.rank).phase >= Phase.LEFT:
-            return
-        silent = (now - max(LONG.unpack_from(self._own, ACTIVE_AT)[0], self._over_ns)) / 1e9
-        waits = any(span.kind.moves for span in read_open(self._own) if not span.thread) if silent > OUT_S else False
-        if silent > (OUT_S if waits else max(OUT_S, self.board.page(self.board.rank).patience_s)):
-            reason = self.fault.what if self.fault is not None else "another rank is gone"
-            print(f"rank {self.board.rank} ends itself after waiting {silent:.1f} s in vain: {reason}", file=sys.stderr)
-            sys.stderr.flush()
-            os._exit(ENDED_BY_WATCH)
+def _is_from_peers(error: Exception) -> bool:
+    """Whether another rank has caused it; what a rank's own connections raise is not of torch's types."""
+    torchs = type(error) is RuntimeError or isinstance(error, DistError)
+    return isinstance(error, PeerError) or (torchs and _LOST.search(str(error)) is not None)
 
 
 def _own_store() -> Store:

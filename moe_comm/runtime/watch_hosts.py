@@ -62,7 +62,7 @@ class HostBeats:
         self._number, self._hosts = number, hosts
         self._views, self._leads, self._gone_s = views, leads, gone_s
         self._notice = ""
-        self._lost = False
+        self._heard_s = 0.0
         self._known: dict[int, _Host] = {}
         self._lock = threading.Lock()
         self._done = threading.Event()
@@ -91,25 +91,19 @@ class HostBeats:
 
     def is_odd(self) -> bool:
         """A quick look whether there is something to judge on other hosts."""
-        now = time.monotonic()
         with self._lock:
-            silent = [
-                host for host in self._known.values() if now - host.changed_s >= self._gone_s and not host.has_left
-            ]
-            return bool(silent and not self._lost) or any(host.is_odd for host in self._known.values())
+            hosts = list(self._known.values())
+            return any(host.is_odd or (self._age_s(host) >= self._gone_s and not host.has_left) for host in hosts)
 
     def others(self) -> list[View]:
         """Ranks of other hosts as far as known. Those of a host without beats have ended with it."""
-        now = time.monotonic()
         found: list[View] = []
         with self._lock:
             for number, host in self._known.items():
-                age = now - host.changed_s
-                if self._lost or age < self._gone_s:
+                age = self._age_s(host)
+                if age < self._gone_s:
                     found += [
-                        replace(
-                            view, silent_s=view.silent_s + age, unbeaten_s=view.unbeaten_s + age, left_s=view.left_s
-                        )
+                        replace(view, silent_s=view.silent_s + age, unbeaten_s=view.unbeaten_s + age)
                         for view in host.views
                     ]
                 elif not host.has_left:
@@ -126,32 +120,44 @@ class HostBeats:
         self._done.set()
         self._thread.join(1.0)
 
+    def _age_s(self, host: _Host) -> float:
+        """For how long it has said nothing; what this host could not hear does not count."""
+        return self._heard_s - host.changed_s
+
     def _run(self) -> None:
         others = [number for number in range(len(self._hosts)) if number != self._number]
         while not self._done.wait(self.period_s):
             try:
                 if self._leads():
                     self._exchange(others)
-                    self._lost = False
             except Exception:  # whoever kept the store may have died, or the process is ending
-                self._lost = True
+                pass
         with contextlib.suppress(Exception):
-            self._say()  # that this rank has left: there may be nobody here to say it later
+            # Whoever leaves last says so: nobody will later. If another did, it could come after what is said then.
+            views = self._views()
+            if self._notice or all(view.fate in ("left", "failed", "ended") for view in views):
+                self._say(views)
 
-    def _say(self) -> None:
-        said = {"beat": time.time_ns(), "views": views_to_json(self._views()), "notice": self._notice}
+    def _say(self, views: Sequence[View]) -> None:
+        # The clock is that of all ranks of a host, and never goes back.
+        said = {"beat": time.monotonic_ns(), "views": views_to_json(views), "notice": self._notice}
         self._store.set(str(self._number), json.dumps(said))
 
     def _exchange(self, others: Sequence[int]) -> None:
-        self._say()
+        self._say(self._views())
         answers = self._store.multi_get([str(number) for number in others])
         now = time.monotonic()
         with self._lock:
+            # The store was slow, or this process not run: others may have been kept from speaking as well.
+            deaf_s = max(0.0, now - self._heard_s - 2 * self.period_s)
+            self._heard_s = now
+            for host in self._known.values():
+                host.changed_s = min(now, host.changed_s + deaf_s)
             for number, answer in zip(others, answers, strict=True):
                 if not answer:
                     continue
                 told = json.loads(answer)
                 known = self._known.get(number)
-                if known is None or known.beat != told["beat"]:
+                if known is None or known.beat < told["beat"]:
                     views = views_from_json(told["views"])
                     self._known[number] = _Host(told["beat"], now, views, told["notice"])

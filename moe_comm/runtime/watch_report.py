@@ -8,11 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from moe_comm.runtime.board import NOTICE_BYTES
 from moe_comm.runtime.event_layout import Kind, Span
 from moe_comm.runtime.watch_graph import Doing, Verdict, View
 
 LAST_EVENTS = 20
-WATCHER = "moe_comm/runtime/watch.py"
+WATCHER = "moe_comm/runtime/watch"
+CUT_MARGIN = 1024
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,11 @@ def views_from_json(text: str) -> list[View]:
     return found
 
 
-def fault_to_json(fault: Fault, **more: Any) -> str:
-    """A notice."""
-    return json.dumps(asdict(fault) | more, separators=(",", ":"))
+def notice_text(told: Mapping[str, Any], most: int = NOTICE_BYTES - 1) -> str:
+    """A fault and what else is told of it as JSON, whose report is cut to what has room in ``most`` bytes."""
+    report: str = told["report"]
+    while True:
+        text = json.dumps({**told, "report": report}, separators=(",", ":"))  # ASCII
+        if len(text) <= most or not report:
+            return text
+        report = report[: len(report) * most // len(text) - CUT_MARGIN] if len(report) > CUT_MARGIN else ""

@@ -51,10 +51,7 @@ class Agreement:
 
     def agree(self, loss: float, stops: Sequence[bool]) -> Agreed:
         """Join what the ranks know of the step; their counters start again. Collective."""
-        invalid = 0
-        for _, layer in self._layers:
-            invalid += int(layer.router.invalid)
-            layer.router.invalid.zero_()
+        invalid = self.take_invalid()
         bad_W, damaged_W = torch.zeros(2, self._ranks.world, dtype=torch.float64)
         bad_W[self._ranks.rank] = not math.isfinite(loss) or invalid > 0
         damaged_W[self._ranks.rank] = self.take_damage()
@@ -74,6 +71,14 @@ class Agreement:
             damaged={rank: int(count) for rank, count in enumerate(sums[2].tolist()) if count},
             stops=tuple(flag > 0 for flag in sums[3].tolist()),
         )
+
+    def take_invalid(self) -> int:
+        """Tokens whose logits no router on this rank could use since it was last asked."""
+        found = 0
+        for _, layer in self._layers:
+            found += int(layer.router.invalid)
+            layer.router.invalid.zero_()
+        return found
 
     def take_damage(self) -> int:
         """Blocks of rows that arrived damaged on this rank since it was last asked."""

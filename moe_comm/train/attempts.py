@@ -42,6 +42,8 @@ class AttemptLog(StepHook):
             lost_s=sum(lost),
         )
 
+    on_disk = True
+
     def before_step(self, step: int) -> None:
         if not self._begun:
             self._begun = True

@@ -138,6 +138,7 @@ class Guard:
         self.step, self.reruns = step, 0
         self._damaged = 0
         self._first: _Problem | None = None
+        self._tried_again: set[str] = set()
         self._kept: Digest | None = None
         self._spare: Digest | None = None
         self._changed: tuple[int, ...] = ()
@@ -170,8 +171,7 @@ class Guard:
                 self._compare(digest)
             elif agreed.bad or self._over(agreed.loss, self._history.losses, self._settings.loss_spike):
                 self._kept = digest
-            else:
-                self._spare = digest  # in case the norm is bad
+            self._spare = digest  # in case the norm is bad, or another problem comes after the first
         if agreed.bad:
             who = ", ".join(map(str, agreed.bad))
             return self._bad(
@@ -230,12 +230,15 @@ class Guard:
     def _bad(self, problem: _Problem) -> Do:
         spike = problem.kind == "spike"
         policy = self._settings.on_spike if spike else self._nonfinite
-        if policy == "rerun" and self._first is not None:
+        if policy == "rerun" and problem.kind in self._tried_again:
             return self._bad_again(problem)
         self._settle()
         self._noticed_s = time.monotonic() - self._tried
         if policy == "rerun":
+            if self._first is not None:  # that was of another kind, and is gone: from here it is as if there was none
+                self._kept, self._changed, self._settled = self._spare, (), False
             self._first = problem
+            self._tried_again.add(problem.kind)
             return self._again()
         if policy == "warn":
             self._note(problem.kind, problem.ranks, "none", problem.what)
@@ -270,7 +273,7 @@ class Guard:
 
     def _settle(self) -> None:
         """What was wrong at first is gone, if anything was: say so."""
-        if self._first is None or self._accepted or self._settled:
+        if self._first is None or self._settled or (self._accepted and self._first.kind == "spike"):
             return
         self._settled = True
         ranks = self._first.ranks or self._changed_most()

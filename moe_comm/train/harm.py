@@ -141,6 +141,16 @@ def slow_link(mbit: float) -> Callable[[], None]:
     return lambda: _tc("replace", before)
 
 
+def link_shape() -> str:
+    """How this host's link is shaped, for ``shape_link``."""
+    return json.dumps(_shape())
+
+
+def shape_link(shape: str) -> None:
+    """Shape this host's link as ``link_shape`` said."""
+    _tc("replace", json.loads(shape))
+
+
 def _same_network() -> bool:
     with contextlib.suppress(OSError):
         return os.stat("/proc/1/ns/net").st_ino == os.stat("/proc/self/ns/net").st_ino

@@ -14,7 +14,12 @@ if TYPE_CHECKING:
 
 
 class StepHook:
-    """Does nothing; what a hook is for is overridden. Steps count from 1, as in reports."""
+    """Does nothing; what a hook is for is overridden. Steps count from 1, as in reports.
+
+    on_disk: before and after a step it writes files, which may take long and makes no rank stuck.
+    """
+
+    on_disk = False
 
     def before_step(self, step: int) -> None:
         """Before the batch of ``step`` is read."""

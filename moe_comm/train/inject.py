@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from moe_comm.errors import ConfigError
 from moe_comm.layers.load import moe_layers
 from moe_comm.observe.faults import DAMAGE, Due, Injection, Plan, read_injections, write_injection
-from moe_comm.observe.records import ATTEMPTS, INJECTED, LineWriter
-from moe_comm.observe.survival import PROGRESS
+from moe_comm.observe.records import INJECTED, LineWriter
+from moe_comm.observe.survival import PROGRESS, next_attempt
 from moe_comm.train import harm
 from moe_comm.train.checkpoint import files
 from moe_comm.train.config import TrainConfig
@@ -57,9 +57,11 @@ class Injector(StepHook):
     def __init__(
         self, config: TrainConfig, stages: Sequence[nn.Module], corpus: Any, saver: Finishes, ranks: Ranks, run: Path
     ) -> None:
-        attempts = run / ATTEMPTS
-        number = len(attempts.read_text().splitlines()) if ranks.is_first and attempts.exists() else 0
-        self._attempt = int(ranks.text_from_first(str(number)))
+        self._path = run / INJECTED
+        if ranks.is_first:
+            self._carry_over(config, run)
+        # Others read the file only after they have got this.
+        self._attempt = int(ranks.text_from_first(str(next_attempt(run)) if ranks.is_first else ""))
         self._plan = Plan.of(config.faults.plan, config.faults.seed, ranks.rank, ranks.world, self._attempt)
         self._seed, self._ranks, self._run, self._saver = config.faults.seed, ranks, run, saver
         self._stages = stages
@@ -71,9 +73,12 @@ class Injector(StepHook):
             )
         if "slow_link" in kinds:
             ranks.while_some(harm.check_link)
-        self._path = run / INJECTED
-        self._carry_over(config)
-        self._plan.fired = {one.key for one in read_injections(self._path)}
+        before = read_injections(self._path)
+        self._plan.fired = {one.key for one in before}
+        # A rank that died while its link was slow left it so.
+        links = [one.what for one in before if (one.kind, one.rank) == ("slow_link", ranks.rank) and one.what]
+        if "slow_link" in kinds and links:
+            harm.shape_link(links[0])
         self._pending: list[Due] = []
         self._slow: dict[Due, int] = {}
         self._links: list[tuple[int, Callable[[], None]]] = []
@@ -92,11 +97,11 @@ class Injector(StepHook):
         self._restore_links(step)
         self._slow = {due: at for due, at in self._slow.items() if step < due.step + due.fault.steps}
         # What found no occasion in the step that it was planned for is still to come.
-        self._pending += self._plan.due(step, time.monotonic())
+        self._pending += [due for due in self._plan.due(step, time.monotonic()) if due not in self._pending]
         for due in [due for due in self._pending if due.fault.kind in DAMAGE]:
             self._damage(due)
         for due in [due for due in self._pending if due.fault.kind == "slow_link"]:
-            self._fire(due)
+            self._fire(due, harm.link_shape())
             self._links.append((step + due.fault.steps, harm.slow_link(due.fault.mbit)))
         if any(due.fault.kind == "full_disk" for due in self._pending):
             self._fill_disk()
@@ -261,10 +266,10 @@ class Injector(StepHook):
             self._links.remove(link)
             link[1]()
 
-    def _carry_over(self, config: TrainConfig) -> None:
+    def _carry_over(self, config: TrainConfig, run: Path) -> None:
         """A run that was started again before it had saved anything has a new folder: what happened has happened."""
-        if not self._ranks.is_first or config.checkpoint.resume != "auto" or self._path.exists():
+        if config.checkpoint.resume != "auto" or self._path.exists():
             return
-        earlier = harm.folder_before(self._run, config.run.name)
+        earlier = harm.folder_before(run, config.run.name)
         if earlier is not None and (earlier / INJECTED).exists():
             self._path.write_bytes((earlier / INJECTED).read_bytes())

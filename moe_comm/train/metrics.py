@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import math
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
-from moe_comm.layers.load import LayerLoad
+import torch
+from torch import Tensor
+
+from moe_comm.layers.load import LayerLoad, spread
 from moe_comm.observe.expert_health import across_layers, kept_layers
-from moe_comm.observe.records import LineWriter, LoadLine
+from moe_comm.observe.records import LineWriter, LoadLine, cut_after
 
 SERIES = 200
 LAYER_METRICS = ("imbalance", "least", "mean", "dead", "dead_share", "diversity", "dropped", "balance")
@@ -47,7 +47,7 @@ class Load:
     diversity: exp(entropy)/experts of how slots are spread, 1 where routers are perfectly even.
     dropped: fraction of the slots that the capacity dropped. balance: the load-balancing loss, top-k where routers are
     perfectly even (and where it is not computed, 0).
-    names: of the layers. slots: of each layer, for each expert; left out of what is kept of a step.
+    names: of the layers. slots_LE: [L, E] of each layer, for each expert; left out of what is kept of a step.
     """
 
     imbalance: tuple[float, ...]
@@ -59,24 +59,33 @@ class Load:
     dead_share: tuple[float, ...] = ()
     diversity: tuple[float, ...] = ()
     names: tuple[str, ...] = ()
-    slots: tuple[tuple[int, ...], ...] = ()
+    slots_LE: Tensor | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of(cls, loads: Mapping[str, LayerLoad], balance: Sequence[float]) -> Load:
-        """From what the routers counted, by layer."""
-        found = list(loads.values())
+        """From what the routers counted, by layer; all have as many experts."""
+        if not loads:
+            return NO_LOAD
+        slots_LE = torch.stack([layer.load_E for layer in loads.values()])
+        found = spread(slots_LE, torch.stack([layer.dropped for layer in loads.values()]))
+        experts = slots_LE.shape[1]
         return cls(
-            imbalance=tuple(layer.imbalance for layer in found),
-            dead=tuple(layer.dead for layer in found),
-            dropped=tuple(layer.drop_rate for layer in found),
+            imbalance=tuple(found.imbalance),
+            dead=tuple(found.dead),
+            dropped=tuple(found.drop_rate),
             balance=tuple(balance),
-            least=tuple(layer.least for layer in found),
-            mean=tuple(layer.mean for layer in found),
-            dead_share=tuple(layer.dead / layer.load_E.numel() for layer in found),
-            diversity=tuple(layer.diversity for layer in found),
+            least=tuple(found.least),
+            mean=tuple(found.mean),
+            dead_share=tuple(dead / experts for dead in found.dead),
+            diversity=tuple(found.diversity),
             names=tuple(loads),
-            slots=tuple(tuple(layer.load_E.tolist()) for layer in found),
+            slots_LE=slots_LE,
         )
+
+    @property
+    def slots(self) -> tuple[tuple[int, ...], ...]:
+        """As numbers; () where they were left out. A large model has 15,000: only what writes them asks for them."""
+        return () if self.slots_LE is None else tuple(map(tuple, self.slots_LE.tolist()))
 
     @property
     def worst_imbalance(self) -> float:
@@ -119,7 +128,7 @@ class StepReport:
 
     def without_slots(self) -> StepReport:
         """The same but for the loads of single experts, of which a large model has megabytes in a few steps."""
-        return replace(self, load=replace(self.load, slots=()))
+        return replace(self, load=replace(self.load, slots_LE=None))
 
     @property
     def tokens_per_s(self) -> float:
@@ -150,8 +159,8 @@ class JsonlSink:
     """
 
     def __init__(self, path: Path, done: int = 0, series: int = SERIES) -> None:
-        _cut(path, done)
-        self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)
+        cut_after(path, done)
+        self._lines = LineWriter(path)
         self._series = series
 
     def write(self, report: StepReport) -> None:
@@ -161,16 +170,13 @@ class JsonlSink:
         values["load"] = {"layers": layers} | {name: [one[i] for i in layers] for name, one in metrics.items()}
         values["load_across"] = across_layers(metrics)
         values["tokens_per_s"] = report.tokens_per_s
-        self._line(values | {key: None for key in ("loss", "grad_norm") if not math.isfinite(values[key])})
+        self._lines.write(values)
 
     def summary(self, step: int, values: dict[str, float]) -> None:
-        self._line({"step": step, **values})
+        self._lines.write({"step": step, **values})
 
     def close(self) -> None:
-        self._file.close()
-
-    def _line(self, values: dict[str, object]) -> None:
-        self._file.write(json.dumps(values) + "\n")
+        self._lines.close()
 
 
 class LoadsSink:
@@ -181,7 +187,7 @@ class LoadsSink:
     """
 
     def __init__(self, path: Path, every: int, done: int = 0) -> None:
-        _cut(path, done)
+        cut_after(path, done)
         self._lines = LineWriter(path)
         self._every = every
 
@@ -195,23 +201,6 @@ class LoadsSink:
 
     def close(self) -> None:
         self._lines.close()
-
-
-def _cut(path: Path, done: int) -> None:
-    """Take the lines of steps after ``done`` out of a file, and one that was cut off."""
-    if path.exists():
-        fresh = path.with_suffix(".partial")
-        with path.open(encoding="utf-8") as lines, fresh.open("w", encoding="utf-8") as kept:
-            kept.writelines(line.rstrip("\n") + "\n" for line in lines if _step_of(line) <= done)
-        os.replace(fresh, path)
-
-
-def _step_of(line: str) -> float:
-    """The step of a line; infinite for one that was cut off when its process was killed."""
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf
 
 
 class TensorBoardSink:

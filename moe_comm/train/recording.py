@@ -45,6 +45,8 @@ class Recording(StepHook):
         self._log = RankLog(folder, ranks.rank, done=done, every=settings.every, skew_ns=skew_ns)
         self._began_s = time.time()
 
+    on_disk = True
+
     def before_step(self, step: int) -> None:
         self._log.begin(step)
         self._began_s = time.time()
@@ -65,6 +67,8 @@ class Recording(StepHook):
 
     def close(self) -> None:
         self._log.close()
+        if self._probe is not None:
+            self._probe.close()
         EVENTS.device = None
 
     def _links(self, step: int) -> dict[int, float]:

@@ -11,6 +11,7 @@ step:  batch ─▶ forward, backward of all micro-batches (runner) ─┐
 
 from __future__ import annotations
 
+import contextlib
 import math
 import resource
 import time
@@ -163,10 +164,12 @@ class Trainer:
                 report = self.train_step(self.next_step)
                 self.next_step += 1
                 self.reports.append(report.without_slots())
-                for sink in self._sinks:
-                    sink.write(report)
+                with _records():
+                    for sink in self._sinks:
+                        sink.write(report)
                 for hook in self._hooks:
-                    hook.after_step(report)
+                    with _records(hook.on_disk):
+                        hook.after_step(report)
                 self._progress.update(report)
                 if after_step is not None:
                     after_step(report)
@@ -184,7 +187,8 @@ class Trainer:
     def train_step(self, step: int) -> StepReport:
         """One update from the global batch of ``step`` (from 0). Collective."""
         for hook in self._hooks:
-            hook.before_step(step + 1)
+            with _records(hook.on_disk):
+                hook.before_step(step + 1)
         EVENTS.at(step + 1)
         with EVENTS.span(Kind.STEP, "step"):
             return self._train_step(step)
@@ -288,6 +292,7 @@ class Trainer:
                 told[0] += self.machinery.runner.forward_only(batch.micro).sum().cpu()
                 targets += batch.num_targets
             told[1] = self._agreement.take_damage()
+            self._agreement.take_invalid()  # or the next step would be taken for a bad one
             total, damaged = self.ranks.sum(told).tolist()
             if not damaged:
                 break
@@ -316,7 +321,13 @@ class Trainer:
         """Pass on what the guard noticed."""
         self._progress.say(f"step {record.step}: {record.what}{SAID.get(record.action, '')}")
         if self._on_fault is not None:
-            self._on_fault(record)
+            with _records():
+                self._on_fault(record)
+
+
+def _records(on_disk: bool = True) -> contextlib.AbstractContextManager[object]:
+    """Around what writes files: a disk that does not answer for a while makes no rank stuck."""
+    return EVENTS.span(Kind.CHECKPOINT, "records") if on_disk else contextlib.nullcontext()
 
 
 def schedule_of(config: TrainConfig) -> Schedule:

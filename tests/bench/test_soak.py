@@ -54,6 +54,13 @@ def test_thirty_faults_of_all_kinds_leave_no_trace(tmp_path: Path) -> None:
         soak.run(Soak(tmp_path, ranks=2, faults=31, seed=1))
 
 
+def test_a_fault_that_happened_twice_does_not_stand_for_one_that_never_did() -> None:
+    good = {"identical": True, "left_behind": [], "difference": "", "planned": 2, "faults": 2, "repeated": []}
+    assert not soak.problems(good)
+    told = soak.problems(good | {"faults": 1, "repeated": ["0@14"]})
+    assert told == ["faults that happened more than once: 0@14", "only 1 of 2 faults happened"]
+
+
 def test_what_a_run_left_behind_is_told_from_what_belongs_to_others(tmp_path: Path) -> None:
     before = left_over.look()
     code = "import sys; sys.stdin.read()"

@@ -12,12 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_comm.dispatch import Dispatcher, DispatchOptions, Payloads, make_dispatcher
+from moe_comm.dispatch.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.checksums import row_sums
 from moe_comm.dispatch.payload import PayloadName
 from moe_comm.errors import CorruptPayload, RankMismatch
 from moe_comm.kernels.activations import Activation
 from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.experts import ExpertFlight, MLPWeights
+from moe_comm.overlap.passage import Passage
 from tests.dispatch import cases, workers
 from tests.dispatch.test_contract import BACKENDS, usable
 from tests.dispatch.workers import Job
@@ -226,6 +228,19 @@ def test_rows_that_cross_in_chunks_are_checked_too(pool4: RankPool) -> None:
     assert [same for same, _, _ in found] == [True] * 4
     assert [clean for _, clean, _ in found] == [0] * 4
     assert [bad for _, _, bad in found] == [0, 1, 0, 0]
+
+
+def _claims(rank: int, world: int, arg: None) -> list[bool]:
+    """Whether rows that chunks bring, and that a fused kernel takes, have checksums."""
+    dispatcher = make_dispatcher(4, dist.group.WORLD, "all_to_all", options=DispatchOptions(30, checksums=True))
+    x_TD, ids_TK = torch.ones(4, 8), torch.tensor([[0], [1], [2], [3]])
+    assert isinstance(dispatcher, AllToAllDispatcher)
+    ways = (Overlap(2), Overlap(2, backend="triton"))
+    return [Passage.open(dispatcher, x_TD, ids_TK, way, width=8).claim is not None for way in ways]
+
+
+def test_nobody_pays_for_checksums_of_rows_that_a_fused_kernel_takes(pool4: RankPool) -> None:
+    assert pool4.run(_claims, None, timeout=60) == [[True, False]] * 4
 
 
 def _disagree(rank: int, world: int, backend: str) -> str:

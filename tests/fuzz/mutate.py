@@ -5,6 +5,7 @@ Everything is drawn from the ``Random`` that is given: the same one makes the sa
 
 from __future__ import annotations
 
+import copy
 import json
 from random import Random
 from typing import Any
@@ -20,6 +21,7 @@ ODD_VALUES: tuple[Any, ...] = (
     2**62,
     2**63,
     10**30,
+    10**400,
     -(2**63),
     1.5,
     1e308,
@@ -69,8 +71,18 @@ def mutate_json(content: bytes, random: Random) -> bytes:
         elif how == 3 and isinstance(holder[key], int):
             holder[key] += random.choice((-1, 1, 8, 1 << 40))
         else:
-            holder[key] = random.choice(ODD_VALUES)
+            holder[key] = copy.deepcopy(random.choice(ODD_VALUES))
     return json.dumps(tree).encode()
+
+
+def mutate_json_lines(content: bytes, random: Random) -> bytes:
+    """``mutate_json`` one line of many, now and then bytes of any."""
+    lines = content.splitlines(keepends=True)
+    if not lines or random.random() < 0.15:
+        return mutate_bytes(content, random)
+    at = random.randrange(len(lines))
+    lines[at] = mutate_json(lines[at].rstrip(b"\n"), random) + b"\n" * lines[at].endswith(b"\n")
+    return b"".join(lines)
 
 
 def mutate_bytes(content: bytes, random: Random) -> bytes:

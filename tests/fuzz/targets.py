@@ -32,7 +32,7 @@ from moe_comm.train.corpus import SourceSpec, load_tokenizer, open_tokens
 from moe_comm.train.corpus.sources import scan
 from moe_comm.train.corpus.tokenfile import TokenFile, TokenWriter, _meta_sum
 from tests.fuzz import records as run_records
-from tests.fuzz.mutate import mutate_bytes, mutate_json
+from tests.fuzz.mutate import mutate_bytes, mutate_json, mutate_json_lines
 from tests.fuzz.rooms import READ, REFUSED, folder, refused
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -376,11 +376,11 @@ TARGETS = {
         Target("text", plain_text, lambda: [b"plain\r\ntext \xc3\xa9\n"], mutate_bytes),
         Target("parquet", parquet, _parquet_seeds, mutate_bytes, needs="pyarrow"),
         Target("tokenizer", tokenizer, _tokenizer_seeds, needs="tokenizers"),
-        Target("run_steps", run_records.rank_steps, run_records.seeds_of(RANKS), mutate_bytes),
-        Target("run_spans", run_records.spans, run_records.seeds_of(SPANS), mutate_bytes, needs="perfetto"),
-        Target("run_metrics", run_records.metrics, run_records.seeds_of(METRICS), mutate_bytes),
-        Target("run_attempts", run_records.attempts, run_records.seeds_of(ATTEMPTS), mutate_bytes),
-        Target("run_report", run_records.report, run_records.seeds_of(METRICS), mutate_bytes, needs="plotly"),
+        Target("run_steps", run_records.rank_steps, run_records.seeds_of(RANKS), mutate_json_lines),
+        Target("run_spans", run_records.spans, run_records.seeds_of(SPANS), mutate_json_lines, needs="perfetto"),
+        Target("run_metrics", run_records.metrics, run_records.seeds_of(METRICS), mutate_json_lines),
+        Target("run_attempts", run_records.attempts, run_records.seeds_of(ATTEMPTS), mutate_json_lines),
+        Target("run_report", run_records.report, run_records.seeds_of(METRICS), mutate_json_lines, needs="plotly"),
         Target("event_region", run_records.events, run_records.event_seeds, mutate_bytes),
     )
 }

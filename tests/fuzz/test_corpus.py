@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_comm.train import config
-from tests.fuzz.mutate import ODD_VALUES, mutate_bytes, mutate_json
+from tests.fuzz.mutate import ODD_VALUES, mutate_bytes, mutate_json, mutate_json_lines
 from tests.fuzz.rooms import READ, REFUSED, folder
 from tests.fuzz.targets import CORPUS, TARGETS, Target
 
@@ -104,7 +104,7 @@ def test_every_setting_refuses_or_keeps_odd_values(value: object) -> None:
 
 def test_changes_are_repeatable_and_change_something() -> None:
     content = b'{"a": [1, 2, {"b": "c"}], "d": 4}'
-    for mutate in (mutate_json, mutate_bytes):
+    for mutate in (mutate_json, mutate_json_lines, mutate_bytes):
         made = [mutate(content, random.Random(n)) for n in range(50)]
         assert made == [mutate(content, random.Random(n)) for n in range(50)]
         assert len(set(made)) > 20

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from moe_comm.errors import InputError
+from moe_comm.errors import CorruptFile, InputError
 from moe_comm.observe.diagnose import Finding, diagnose
 from moe_comm.observe.records import RankStep
 from moe_comm.observe.window import Window, make_window
@@ -123,6 +125,33 @@ def test_a_hot_row_is_a_sender_a_hot_column_a_receiver_and_both_a_host(hosts: in
 def test_a_few_steps_are_too_few() -> None:
     window = make_window(lines(4, slow={1: 3.0}))
     assert diagnose(window.between(1, 4)) == [] and diagnose(window.between(1, 8))
+
+
+def test_a_step_that_one_rank_lacks_changes_nothing_for_the_others() -> None:
+    generator = np.random.default_rng(0)
+    rows = generator.integers(800, 1200, (STEPS, 4)) + np.array([0, 4000, 0, 0])
+    popular = lines(4, rows=rows, per_row=5e-5)
+    assert (popular[-1].step, popular[-1].rank) == (STEPS, 3)
+    assert diagnose(make_window(popular[:-1])) == []
+    assert only(make_window(lines(4, slow={1: 2.5})[:-1])).ranks == (1,)
+
+
+def test_room_is_made_for_what_is_known_and_not_for_every_rank_there_might_be() -> None:
+    far = [replace(line, rank=line.rank * 300_000) for line in lines(4, slow={1: 2.5})]
+    assert only(make_window(far)).ranks == (300_000,)
+    many = [replace(line, rank=line.rank * 500) for line in lines(4, links=healthy(2))]
+    window = make_window([replace(line, links={"1000": 0.01} if line.rank == 0 else {}) for line in many])
+    assert window.ranks == (0, 500, 1000, 1500) and window.links.matrices()[1].shape == (STEPS, 2, 2)
+    assert window.between(3, 7).links.matrices()[1].shape == (5, 2, 2)
+    scattered = [replace(many[0], step=number, rank=number, links={}) for number in range(3000)]
+    with pytest.raises(CorruptFile, match="3000 lines are of 3000 steps of 3000 ranks"):
+        make_window(scattered)
+
+
+def test_a_probe_of_what_is_no_rank_is_left_out() -> None:
+    odd = dict.fromkeys(("²", "-1", "9" * 5000, "1000000000", "2"), 0.01)
+    window = make_window([replace(line, links=odd if line.rank == 0 else {}) for line in lines(4)])
+    assert window.links.matrices()[0] == [0, 2]
 
 
 def test_of_a_step_done_again_the_later_line_counts() -> None:

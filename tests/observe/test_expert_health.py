@@ -13,7 +13,7 @@ import torch
 from moe_comm.layers.load import LayerLoad
 from moe_comm.observe.expert_health import across_layers, kept_layers, quantile
 from moe_comm.observe.records import LoadLine, read_lines
-from moe_comm.train.metrics import JsonlSink, Load, LoadsSink, StepReport, StepTimes, TensorBoardSink
+from moe_comm.train.metrics import NO_LOAD, JsonlSink, Load, LoadsSink, StepReport, StepTimes, TensorBoardSink
 
 
 def layer(*slots: int, dropped: int = 0) -> LayerLoad:
@@ -45,7 +45,33 @@ def test_a_steps_load_has_every_layers_numbers_and_slots() -> None:
     assert load.names == ("a", "b") and load.slots == ((3, 1), (4, 0))
     assert load.imbalance == (1.5, 2.0) and load.least == (0.5, 0.0) and load.dead_share == (0.0, 0.5)
     assert {len(values) for values in load.metrics().values()} == {2} and len(load.metrics()) == 8
-    assert report(1, load).without_slots() == replace(report(1, load), load=replace(load, slots=()))
+    assert report(1, load).without_slots() == replace(report(1, load), load=replace(load, slots_LE=None))
+
+
+def test_layers_together_have_the_numbers_of_each_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    loads = {
+        f"l{i}": LayerLoad(torch.randint(0, 9 * i + 1, (16,), generator=generator), torch.tensor(i)) for i in range(5)
+    }
+    load = Load.of(loads, [0.0] * 5)
+    for i, one in enumerate(loads.values()):
+        total = int(one.load_E.sum())
+        assert load.imbalance[i] == (int(one.load_E.max()) * 16 / total if total else 1)
+        assert load.dropped[i] == (i / total if total else 0) and load.mean[i] == total / 16
+        assert (load.least[i], load.dead[i], load.diversity[i]) == (one.least, one.dead, one.diversity)
+    assert Load.of({}, []) == NO_LOAD and NO_LOAD.slots == ()
+
+
+def test_lines_are_json_whatever_a_step_came_to(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink.write(replace(report(1, Load.of({"a": layer(3, 1)}, [math.nan])), grad_norm=math.inf))
+    sink.close()
+
+    def refuse(text: str) -> None:
+        raise AssertionError(text)
+
+    written = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert written["load"]["balance"] == [None] and written["grad_norm"] is None and written["loss"] == 2.0
 
 
 def test_across_layers_are_the_median_and_the_layer_that_most_are_no_worse_than() -> None:

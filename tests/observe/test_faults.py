@@ -17,6 +17,7 @@ from moe_comm.observe.faults import (
     DAMAGE,
     FATAL,
     KINDS,
+    WAIT,
     Fault,
     Injection,
     Plan,
@@ -110,6 +111,18 @@ def test_what_has_happened_does_not_happen_again() -> None:
     assert not again.due(5, 0.0)
     with pytest.raises(ConfigError, match="no rank 2 among 2"):
         Plan.of(["kill:rank=2,step=5"], 0, 0, 2)
+
+
+@pytest.mark.parametrize("kind", sorted(WAIT))
+def test_what_needs_an_occasion_is_due_until_it_has_happened(kind: str) -> None:
+    """Also for ranks that were started again and do not repeat the step that it was planned for."""
+    plans = [Plan.of([f"{kind}:step=5"], 1, rank, 4) for rank in range(4)]
+    (plan,) = (plan for plan in plans if plan.due(5, 0.0))
+    (due,) = plan.due(5, 0.0)
+    assert not plan.due(4, 0.0) and plan.due(9, 0.0) == [due]
+    assert not any(other.due(9, 0.0) for other in plans if other is not plan)
+    plan.fired.add(due.key)
+    assert not plan.due(9, 0.0)
 
 
 def test_mean_time_between_faults_goes_by_the_clock() -> None:

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from moe_comm.observe.probe import Probe, first_ranks
+from moe_comm.runtime.event_layout import Kind
+from moe_comm.runtime.event_reader import read_spans
+from moe_comm.runtime.events import EVENTS
 from tests.pool import RankPool
 
 
@@ -36,6 +39,22 @@ def test_every_host_hears_from_every_other(pool: RankPool) -> None:
             3: {0, 1},
         }
         assert all(value > 0 for seconds in found for value in seconds[turn].values())
+
+
+def recorded(rank: int, world: int, hosts: list[str]) -> list[tuple[str, tuple[int, ...], int]]:
+    before = {(span.rank, span.index) for span in read_spans(EVENTS.region)}
+    EVENTS.count_anew()
+    probes = Probe(hosts)
+    probes()
+    probes.close()
+    probes.close()
+    found = [span for span in read_spans(EVENTS.region) if (span.rank, span.index) not in before]
+    return [(span.name, span.group, span.call) for span in found if span.kind is Kind.COLLECTIVE and not span.open]
+
+
+def test_rounds_are_calls_that_a_watcher_sees(pool: RankPool) -> None:
+    rounds = [("probe between hosts", (0, 1, 3), call) for call in (1, 2)]
+    assert pool.run(recorded, ["a", "b", "b", "c"], timeout=60) == [rounds, rounds, [], rounds]
 
 
 def test_one_host_probes_nothing(pool: RankPool) -> None:

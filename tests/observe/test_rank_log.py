@@ -8,11 +8,25 @@ from pathlib import Path
 
 import pytest
 
-from moe_comm.observe.rank_log import RankLog, StepParts, cut_after, dump, wall_minus_monotonic
-from moe_comm.observe.records import RANKS, SPANS, RankStep, SpanLine, read_folder, read_lines
+from moe_comm.errors import CorruptFile
+from moe_comm.observe.rank_log import RankLog, StepParts, dump, wall_minus_monotonic
+from moe_comm.observe.records import (
+    RANKS,
+    SPANS,
+    FaultRecord,
+    RankStep,
+    SpanLine,
+    append,
+    cut_after,
+    read_folder,
+    read_lines,
+    to_json,
+)
 from moe_comm.runtime.event_layout import Kind, region_bytes
 from moe_comm.runtime.events import Recorder
 
+FAULT = FaultRecord(2.0, 7, "stuck", [1], "restart", noticed_s=1.0)
+WHOLE = to_json(FAULT)
 PARTS = StepParts(100.0, 1.0, 0.5, 0.3, 0.1, 0.05, 4096)
 
 
@@ -122,6 +136,69 @@ def test_a_line_that_was_cut_off_goes_with_those_after_it(tmp_path: Path) -> Non
     assert path.read_text() == '{"step":1,"rank":0}\n'
     cut_after(tmp_path / "missing.jsonl", 2)
     assert not (tmp_path / "missing.jsonl").exists()
+
+
+def test_odd_lines_are_cut_too(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(b'{"step":1,"host":"\xff"}\n{"step":Infinity}\n{"step":2}\n')
+    cut_after(path, 2)
+    assert [json.loads(line)["step"] for line in path.read_bytes().splitlines()] == [1, 2]
+
+
+@pytest.mark.parametrize(("tail", "kept"), [('{"time_s":2.0,"st', 1), ('{"time_s":2', 1), (WHOLE, 2)])
+def test_what_is_added_behind_a_line_that_was_cut_off_can_be_read(tmp_path: Path, tail: str, kept: int) -> None:
+    path = tmp_path / "faults.jsonl"
+    append(path, FAULT)
+    with path.open("a") as file:
+        file.write(tail)
+    append(path, FAULT)
+    assert list(read_lines(path, FaultRecord)) == [FAULT] * (kept + 1)
+
+
+@pytest.mark.parametrize("value", ["1" + "0" * 400, "9" * 30])
+def test_a_number_that_no_field_holds_is_damage(tmp_path: Path, value: str) -> None:
+    for line in (WHOLE.replace("2.0", value), WHOLE.replace(":7", f":{value}")):
+        (tmp_path / "faults.jsonl").write_text(line + "\n")
+        with pytest.raises(CorruptFile, match="beyond 64 bits"):
+            list(read_lines(tmp_path / "faults.jsonl", FaultRecord))
+
+
+@pytest.mark.parametrize("rank", [-1, 10**9])
+def test_a_rank_that_no_run_has_is_damage(tmp_path: Path, rank: int) -> None:
+    (tmp_path / "spans.jsonl").write_text(json.dumps(vars(SpanLine(rank, "mark", "a", 1, 1, 1))) + "\n")
+    with pytest.raises(CorruptFile, match="rank must be at least 0 and below"):
+        list(read_lines(tmp_path / "spans.jsonl", SpanLine))
+
+
+def spans_of(tmp_path: Path, records: int, count: int) -> list[SpanLine]:
+    recorder = Recorder(records)
+    log = RankLog(tmp_path, 0, every=1, recorder=recorder)
+    log.begin(1)
+    recorder.at(1)
+    for number in range(count):
+        with recorder.span(Kind.COMPUTE, f"span {number % 100}"):
+            pass
+    log.end(1, PARTS)
+    log.close()
+    return list(read_folder(tmp_path / SPANS, SpanLine))
+
+
+def test_as_many_spans_are_written_as_the_ring_holds(tmp_path: Path) -> None:
+    assert len(spans_of(tmp_path, 6000, 5000)) == 5000
+
+
+def test_spans_that_did_not_fit_are_counted(tmp_path: Path) -> None:
+    mark, *spans = spans_of(tmp_path, 64, 100)
+    assert (mark.kind, mark.step, len(spans)) == ("mark", 1, 64)
+    assert mark.name == "36 earlier spans of this step did not fit; set observe.records to more than 64"
+
+
+def test_a_dump_is_on_rank_0s_clock(tmp_path: Path, recorder: Recorder) -> None:
+    RankLog(tmp_path, 3, skew_ns=77, recorder=recorder).close()
+    with recorder.span(Kind.COMPUTE, "forward"):
+        pass
+    path = dump(tmp_path, "late", recorder.region)
+    assert path is not None and [line.skew_ns for line in read_lines(path, SpanLine)] == [77, 77]
 
 
 def test_a_dump_has_the_reason_and_what_is_open_first(tmp_path: Path, recorder: Recorder) -> None:

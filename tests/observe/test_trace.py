@@ -14,8 +14,11 @@ pytest.importorskip("perfetto", reason="needs the observe extra")
 
 from moe_comm.cli import run as command
 from moe_comm.errors import ConfigError, CorruptFile
+from moe_comm.observe.rank_log import dump
 from moe_comm.observe.records import LineWriter, RankStep, SpanLine
 from moe_comm.observe.trace import TRACKS, arrows, build, parse_steps, write_trace
+from moe_comm.runtime.event_layout import Kind
+from moe_comm.runtime.events import Recorder
 from tests.observe import processor
 
 HOSTS = {0: "a", 1: "a", 2: "b"}
@@ -272,6 +275,20 @@ def test_what_ranks_were_in_the_middle_of_at_a_fault_ends_with_the_fault(run: Pa
     mark, combine = sorted(decode((tmp_path / "out").read_bytes()), key=lambda one: -one.begin)
     assert (mark.name, combine.name) == ("rank 2 died", "combine (not ended)")
     assert (combine.begin, combine.end) == (3000, 5000)
+
+
+def test_a_span_that_several_dumps_have_is_shown_once(tmp_path: Path) -> None:
+    recorder = Recorder()
+    recorder.at(57)
+    for name in ("one", "two"):
+        with recorder.span(Kind.COMPUTE, name):
+            pass
+    dump(tmp_path, "first", recorder.region)
+    recorder.at(58)
+    dump(tmp_path, "second", recorder.region)
+    assert write_trace(tmp_path, tmp_path / "out", faults=True) == 4
+    names = sorted(one.name for one in decode((tmp_path / "out").read_bytes()))
+    assert names == ["first", "one", "second", "two"]
 
 
 @pytest.mark.parametrize(

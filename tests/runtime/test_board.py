@@ -197,14 +197,39 @@ def test_a_long_notice_is_cut_and_words_of_a_failed_rank_are_kept(alone: Board) 
     assert page.left_ns > 0
 
 
-def test_a_board_takes_a_signal_that_nobody_has_and_gives_it_back() -> None:
-    before = [signal.getsignal(number) for number in range(signal.SIGRTMIN, signal.SIGRTMAX)]
+def test_a_board_takes_a_signal_that_nobody_has_and_does_not_end_by_it_later() -> None:
     board = Board.meet(0, lambda text: [text], records=RECORDS)
     number = board.members[0].signal
+    others = set(range(signal.SIGRTMIN, signal.SIGRTMAX)) - {number}
+    before = {other: signal.getsignal(other) for other in others}
     assert "test_board" in board.stacks(0, 5.0)
+    board.leave(Phase.LEFT)
+    assert board.stacks(0, 5.0) == "(none: it has left)"
     board.close()
-    assert [signal.getsignal(number) for number in range(signal.SIGRTMIN, signal.SIGRTMAX)] == before
-    assert number >= signal.SIGRTMIN
+    assert signal.getsignal(number) is signal.SIG_IGN
+    os.kill(os.getpid(), number)
+    again = Board.meet(0, lambda text: [text], records=RECORDS)
+    assert again.members[0].signal == number
+    again.close()
+    assert {other: signal.getsignal(other) for other in others} == before
+
+
+@pytest.mark.parametrize("missing", ["memfd_create", "eventfd", "pidfd_open", "pidfd_send_signal"])
+def test_where_this_python_lacks_a_call_all_are_told_so(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    def texts(text: str) -> list[str]:
+        told.append(text)
+        return [text]
+
+    Board.meet(0, texts, records=RECORDS).close()
+    collectives = len(told)
+    monkeypatch.delattr(signal if missing == "pidfd_send_signal" else os, missing)
+    handles = os.listdir("/proc/self/fd")
+    with pytest.raises(HeapError, match=f"rank 0 cannot .*{missing}"):
+        Board.meet(0, texts, records=RECORDS)
+    assert len(told) == 2 * collectives, "or the others wait for this rank"
+    assert len(os.listdir("/proc/self/fd")) == len(handles)
 
 
 def test_time_without_a_core_is_no_silence(alone: Board, monkeypatch: pytest.MonkeyPatch) -> None:

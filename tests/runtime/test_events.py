@@ -143,6 +143,14 @@ def test_names_that_find_no_room_are_left_out_and_spans_go_on() -> None:
     assert [span.name for span in read_spans(recorder.region)] == ["kept", ""]
 
 
+def test_a_name_that_two_threads_add_has_one_number() -> None:
+    recorder = Recorder(8)
+    number = recorder.name("a")
+    assert recorder._add_name("a") == number, "another thread was faster"
+    with recorder._lock:
+        assert recorder.name("b") != number, "as a span does that begins"
+
+
 def test_rows_of_experts_are_never_those_of_another_span() -> None:
     recorder = fresh(64)
     experts = ROWS_WORDS // 5

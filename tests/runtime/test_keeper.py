@@ -166,6 +166,39 @@ def test_a_keeper_of_a_process_that_is_another_by_now_does_not_start(
     assert subprocess.run(command, timeout=DEADLINE_S, check=False).returncode == 1
 
 
+def without(name: str, owner: Owner) -> subprocess.Popen[bytes]:
+    """A keeper in a Python that lacks a function of ``os``."""
+    text = f"import os, runpy; del os.{name}; runpy.run_path({keeper.__file__!r}, run_name='__main__')"
+    arguments = [owner.name(""), str(owner.pid), str(owner.ticks), "", "60"]
+    process = subprocess.Popen([sys.executable, "-I", "-S", "-c", text, *arguments])
+    while f"@{owner.name('')}" not in Path("/proc/net/unix").read_text() and process.poll() is None:
+        pass
+    return process
+
+
+def test_where_python_holds_no_processes_the_keeper_still_ends_with_the_launcher(
+    owner: tuple[Owner, subprocess.Popen[bytes]],
+) -> None:
+    process = without("pidfd_open", owner[0])
+    with connected(owner[0], start=False) as kept:
+        assert pid_of(kept) == process.pid
+        assert kept.make("a", 10).stride > 0
+        owner[1].kill()
+        owner[1].communicate()
+        assert process.wait(DEADLINE_S) == 0
+
+
+def test_where_memory_without_a_name_cannot_be_had_who_asks_is_told(
+    owner: tuple[Owner, subprocess.Popen[bytes]],
+) -> None:
+    process = without("memfd_create", owner[0])
+    with connected(owner[0], start=False) as kept:
+        with pytest.raises(MoeCommError, match="memfd_create"):
+            kept.make("a", 10)
+        kept.end()
+    assert process.wait(DEADLINE_S) == 0
+
+
 def test_the_keeper_lives_on_after_requests_that_make_no_sense(owner: tuple[Owner, subprocess.Popen[bytes]]) -> None:
     with connected(owner[0]) as kept:
         for request in (

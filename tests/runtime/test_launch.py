@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -9,7 +10,9 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -341,3 +344,46 @@ def test_torchrun_itself_works(tmp_path: Path) -> None:
     done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=120, env=env, check=False)
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / f"out{rank}").read_text() for rank in range(2)] == ["3", "3"]
+
+
+@dataclass
+class Ended:
+    """How a rank's process ended, as torch's agent says it."""
+
+    exitcode: int
+    pid: int = 7
+
+
+def leave_record(folder: Path, rank: int, kind: str, message: str) -> None:
+    record = {"time": rank, "kind": kind, "message": message, "traceback": f"Traceback\n{kind}: {message}\n"}
+    (folder / str(rank)).write_text(json.dumps(record))
+
+
+def test_a_rank_that_gave_up_waiting_is_never_the_cause(tmp_path: Path) -> None:
+    failures = {0: Ended(agent.ENDED_BY_WATCH), 1: Ended(-signal.SIGSEGV)}
+    assert "rank 1 (pid 7) was killed by SIGSEGV" in str(agent._cause(failures, tmp_path))
+    leave_record(tmp_path, 1, "PeerDied", "rank 2 is gone")
+    assert "rank 2 is gone" in str(agent._cause(failures, tmp_path))
+
+
+def test_a_rank_that_the_others_killed_was_stuck_and_not_out_of_memory(tmp_path: Path) -> None:
+    failures = {1: Ended(-signal.SIGKILL)}
+    assert "out of memory?" in str(agent._cause(failures, tmp_path))
+    leave_record(tmp_path, 0, "PeerDied", "rank 1 is gone. Noticed: rank 1 is stuck: it sleeps; report: faults/a.txt")
+    said = str(agent._cause(failures, tmp_path))
+    assert said.endswith("was killed by SIGKILL. Noticed: rank 1 is stuck: it sleeps; report: faults/a.txt")
+
+
+def test_a_rank_that_ends_well_while_it_is_looked_at_has_not_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "ENDING_S", 0.0)
+    (tmp_path / "0.0").symlink_to("gone")  # in the folder, and not there when it is read
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    (tmp_path / "0.1").write_text(str(process.pid))
+    looks = iter([False, False, False, True])
+    over = SimpleNamespace(wait=lambda seconds: next(looks))
+    agent._end_in_time(tmp_path, over)  # type: ignore[arg-type]
+    assert process.poll() is None
+    process.communicate(b"\n", timeout=60)
+    assert process.returncode == 0

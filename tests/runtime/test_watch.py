@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,12 +17,17 @@ import torch
 import torch.distributed as dist
 
 from moe_comm.errors import ConfigError, PeerError
+from moe_comm.runtime import watch_hosts
+from moe_comm.runtime.agent import ENDED_BY_WATCH
+from moe_comm.runtime.board import NOTICE_BYTES, Board, Phase
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.event_reader import read_state
 from moe_comm.runtime.events import EVENTS, moving
-from moe_comm.runtime.watch import Watcher, WatchOptions
+from moe_comm.runtime.watch import Watcher, WatchOptions, _is_from_peers
 from moe_comm.runtime.watch_graph import Doing, Verdict, View, analyse, waits
-from moe_comm.runtime.watch_report import Fault, describe, main_first, views_from_json, views_to_json
+from moe_comm.runtime.watch_hosts import HostBeats
+from moe_comm.runtime.watch_notice import Notices
+from moe_comm.runtime.watch_report import Fault, describe, main_first, notice_text, views_from_json, views_to_json
 from tests.pool import RankPool
 
 WORLD = (0, 1, 2, 3)
@@ -321,7 +327,7 @@ def fail_or_wait(watch: Watcher, rank: int, world: int) -> NoReturn:
         if rank == CULPRIT:
             raise ValueError("on purpose")
         with moving(Kind.COLLECTIVE, "sum", group=EVENTS.group(range(world))):
-            assert watch._told.wait(30)  # as long as it takes for the connection to be lost
+            assert watch._notices.told.wait(30)  # as long as it takes for the connection to be lost
     raise PeerError("connection lost")
 
 
@@ -363,6 +369,198 @@ def report_only(rank: int, world: int, folder: str) -> tuple[str, str, int]:
         for step in range(1, 4):
             with watch.step(step):
                 if step == 3 and rank == CULPRIT:
-                    assert watch._told.wait(30)
+                    assert watch._notices.told.wait(30)
                 mover("gloo", world)()
     return found[0].kind, found[0].action, len(found)
+
+
+# --- what a rank does with a notice ---
+
+
+@pytest.fixture
+def alone() -> Iterator[Board]:
+    board = Board.meet(0, lambda text: [text], records=256)
+    yield board
+    board.close()
+
+
+def noticed(kind: str, ranks: tuple[int, ...], victims: list[int], report: str = "it") -> str:
+    fault = Fault(kind, ranks, "rank 0 is it", 3, "stop", 0, report)
+    return notice_text(asdict(fault) | {"speaker": 0, "victims": victims})
+
+
+@pytest.mark.parametrize("report", ["é\n" * 2_000_000, "x" * NOTICE_BYTES])
+def test_a_notice_that_is_too_long_loses_the_end_of_its_report(alone: Board, report: str) -> None:
+    alone.post(noticed("died", (0,), [], report))
+    told = json.loads(alone.notice())
+    assert (told["what"], told["speaker"]) == ("rank 0 is it", 0)
+    assert report.startswith(told["report"])
+    assert len(told["report"]) > 100_000
+
+
+def test_a_culprit_is_ended_though_its_report_cannot_be_written(
+    alone: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(alone, "kill", ended.append)
+    disk = threading.Event()
+    notices = Notices(alone, OPTIONS, tmp_path, [lambda fault: disk.wait(30) and None], lambda: True)
+    alone.post(noticed("stuck", (0,), [0]))
+    notices.take(notices.new)
+    assert (ended, notices.told.is_set()) == ([0], False)
+    disk.set()
+    assert notices.told.wait(30)
+
+
+def test_who_waits_for_a_rank_that_failed_lets_it_write_its_checkpoint_first(
+    alone: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    notices = Notices(alone, OPTIONS, tmp_path, (), lambda: True)
+    alone.say(Phase.STEP, 1.0)
+    alone.post(noticed("error", (0,), []))
+    notices.take(notices.new)
+    second = 1_000_000_000
+    now = notices._over_ns
+    notices.come_out(now + 30 * second)
+    alone._ended.add(0)
+    notices.come_out(now + 31 * second)
+    assert codes == [], "its end may let this rank go"
+    notices.come_out(now + 36 * second)
+    assert codes == [ENDED_BY_WATCH]
+
+
+def test_what_a_rank_never_says_it_is_waited_for_no_longer_than_the_start(
+    alone: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    notices = Notices(alone, OPTIONS, tmp_path, (), lambda: True)
+    alone.say(Phase.STEP, 1.0)
+    alone.post(noticed("error", (0,), []))
+    notices.take(notices.new)
+    notices.come_out(notices._over_ns + int((OPTIONS.start_s + 6) * 1e9))
+    assert codes == [ENDED_BY_WATCH]
+
+
+class Elsewhere:
+    """Other hosts, with a rank that is stuck or not."""
+
+    def __init__(self) -> None:
+        self.stuck = True
+        self.told: list[str] = []
+
+    def others(self) -> list[View]:
+        silent_s = 60.0 if self.stuck else 0.0
+        return [at_work(1, silent_s), waiting(0, (0, 1), 7)] if self.stuck else []
+
+    def tell(self, notice: str) -> None:
+        self.told.append(notice)
+
+
+def test_each_suspicion_of_another_host_gets_its_time_and_is_told_once(alone: Board, tmp_path: Path) -> None:
+    watch = Watcher(alone, replace(OPTIONS, end=False), tmp_path)
+    elsewhere = Elsewhere()
+    watch._hosts = elsewhere  # type: ignore[assignment]
+    second = 1_000_000_000
+    watch._judge(100 * second)
+    elsewhere.stuck = False
+    watch._judge(101 * second)
+    elsewhere.stuck = True
+    watch._judge(110 * second)
+    assert elsewhere.told == [], "its own host speaks first"
+    for later in range(112, 120):
+        watch._judge(later * second)
+    assert len(elsewhere.told) == 1
+
+
+def test_ranks_that_are_watched_record_what_they_do(pool2: RankPool, tmp_path: Path) -> None:
+    assert pool2.run(record_nothing, str(tmp_path), timeout=60) == [True] * 2
+
+
+def record_nothing(rank: int, world: int, folder: str) -> bool:
+    EVENTS.enabled = False
+    with Watcher.meet(OPTIONS, folder):
+        return EVENTS.enabled
+
+
+@pytest.mark.parametrize(
+    ("error", "found"),
+    [
+        (RuntimeError("Connection closed by peer [127.0.0.1]"), True),
+        (PeerError("rank 1 is gone"), True),
+        (ConnectionError("connection to the logger lost"), False),
+        (ValueError("no connection"), False),
+        (RuntimeError("shapes differ"), False),
+    ],
+)
+def test_only_what_torch_raises_of_connections_comes_from_other_ranks(error: Exception, found: bool) -> None:
+    assert _is_from_peers(error) == found
+
+
+# --- hosts ---
+
+
+class Hosts:
+    """Two hosts with a rank each on a store that this test serves; time is what it says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        self.kept: dict[str, str] = {"0": "", "1": ""}
+        self.views = [View(0)]
+        monkeypatch.setattr(watch_hosts.time, "monotonic", lambda: self.now)
+        self.beats = HostBeats(self, 0, [[0], [1]], lambda: self.views, lambda: True, 5.0)  # type: ignore[arg-type]
+
+    def set(self, key: str, value: str) -> None:
+        self.kept[key] = value
+
+    def multi_get(self, keys: list[str]) -> list[str]:
+        return [self.kept[key] for key in keys]
+
+    def exchange(self, seconds: float, beat: int | None = None, fate: Any = "alive") -> list[Any]:
+        """After so many seconds; the other host has said something with ``beat``. Fates of its ranks."""
+        self.now += seconds
+        if beat is not None:
+            told = {"beat": beat, "views": views_to_json([View(1, fate=fate)]), "notice": ""}
+            self.kept["1"] = json.dumps(told)
+        self.beats._exchange([1])
+        return [view.fate for view in self.beats.others()]
+
+
+@pytest.fixture
+def hosts(monkeypatch: pytest.MonkeyPatch) -> Hosts:
+    return Hosts(monkeypatch)
+
+
+def test_a_host_is_gone_when_it_says_nothing_for_long(hosts: Hosts) -> None:
+    assert hosts.exchange(0.25, 1) == ["alive"]
+    found = [hosts.exchange(0.25) for _ in range(24)]
+    assert found[:18] == [["alive"]] * 18
+    assert found[-1] == ["ended"]
+    assert hosts.beats.is_odd()
+
+
+def test_a_store_that_answers_late_makes_no_host_gone(hosts: Hosts) -> None:
+    assert hosts.exchange(0.25, 1) == ["alive"]
+    hosts.now += 60.0
+    assert [(view.fate, view.silent_s) for view in hosts.beats.others()] == [("alive", 0.0)]
+    assert not hosts.beats.is_odd()
+    assert hosts.exchange(0.0) == ["alive"], "the other host could not speak either"
+    assert not hosts.beats.is_odd()
+    assert hosts.exchange(0.25, 2) == ["alive"]
+
+
+def test_what_was_said_before_and_comes_later_is_not_heard(hosts: Hosts) -> None:
+    assert hosts.exchange(0.25, 7, "left") == ["left"]
+    assert hosts.exchange(0.25, 6, "alive") == ["left"]
+
+
+def test_only_who_leaves_last_says_so_for_its_host(hosts: Hosts) -> None:
+    hosts.beats._done.set()
+    hosts.views = [View(0, fate="left"), View(2)]
+    hosts.beats._run()
+    assert hosts.kept["0"] == ""
+    hosts.views = [View(0, fate="left"), View(2, fate="failed")]
+    hosts.beats._run()
+    assert [view["fate"] for view in json.loads(json.loads(hosts.kept["0"])["views"])] == ["left", "failed"]

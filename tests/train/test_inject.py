@@ -13,9 +13,11 @@ import torch
 from moe_comm.errors import CheckpointError, ConfigError, CorruptFile
 from moe_comm.observe.faults import read_injections
 from moe_comm.observe.records import ATTEMPTS, FAULTS, INJECTED, Attempt, FaultRecord, read_lines
+from moe_comm.observe.survival import answers
 from moe_comm.train import harm, run
 from moe_comm.train.checkpoint import CheckpointReader, latest
 from moe_comm.train.config import load
+from moe_comm.train.inject import Injector
 from tests.pool import RankPool
 
 SETTINGS = ["run.steps=8", "run.nonfinite=rerun", "guard.checksums=true", "watch.enabled=false", "observe.every=0"]
@@ -132,11 +134,17 @@ def test_where_all_checkpoints_are_damaged_the_newest_one_is_told(settings: list
         run(None, with_faults([*saving, "checkpoint.resume=auto"], *faults))
 
 
-def test_a_run_that_had_saved_nothing_does_not_meet_its_fault_again(settings: list[str]) -> None:
-    faults = with_faults([*settings, *SETTINGS], "raise_forward:step=2")
-    assert "raise_forward" in _run(0, 1, faults)
-    assert _run(0, 1, [*faults, "checkpoint.resume=auto"]) == "finished"
-    assert "raise_forward" in _run(0, 1, faults), "a new run is not that one"
+def test_a_run_that_had_saved_nothing_does_not_meet_its_fault_again(pool2: RankPool, settings: list[str]) -> None:
+    plan = [f"raise_forward:rank={rank},step=2" for rank in range(2)]
+    faults = with_faults([*settings, *SETTINGS], *plan)
+    assert all("raise_forward" in end for end in pool2.run(_run, faults, timeout=60))
+    assert pool2.run(_run, [*faults, "checkpoint.resume=auto"], timeout=60) == ["finished"] * 2
+    folders = sorted(Path(load(None, settings).run.folder).iterdir(), key=lambda path: path.stat().st_ctime_ns)
+    found = answers(folders[-1])
+    assert [(one.injection.kind, one.injection.attempt) for one in found] == [("raise_forward", 0)] * 2
+    assert all(one.recovered_s > 0 for one in found), "the run in the new folder is past it"
+    ends = pool2.run(_run, faults, timeout=60)
+    assert all("raise_forward" in end for end in ends), "a new run is not that one"
 
 
 def test_a_fault_that_cannot_be_had_is_refused_on_every_rank(pool2: RankPool, settings: list[str]) -> None:
@@ -161,6 +169,10 @@ def test_slowing_a_link_keeps_its_other_settings_and_gives_its_rate_back(monkeyp
     monkeypatch.setattr(harm, "_run", tc)
     restore = harm.slow_link(25)
     restore()
+    # So does a rank that was started again, by what was written down before the link was slowed.
+    written = harm.link_shape()
+    harm.shape_link(written)
+    assert calls.pop() == calls[-2] and calls.pop() == ("qdisc", "show", "dev", "link0")
     of_link = ("dev", "link0", "root", "tbf", "rate")
     rest = ("burst", "73728b", "latency", "50ms")
     assert calls[1:] == [
@@ -170,6 +182,32 @@ def test_slowing_a_link_keeps_its_other_settings_and_gives_its_rate_back(monkeyp
     monkeypatch.setattr(harm, "_run", lambda *arguments: "qdisc noqueue 0: root")
     with pytest.raises(ConfigError, match="not shaped by tbf"):
         harm.slow_link(25)
+
+
+def test_a_link_that_was_slow_when_its_rank_died_gets_its_rate_back(
+    settings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = ["1Gbit"]
+
+    def tc(*arguments: str) -> str:
+        if "replace" in arguments:
+            rates.append(arguments[arguments.index("rate") + 1])
+        return f"qdisc tbf 8003: root refcnt 5 rate {rates[-1]} burst 73728b lat 50ms"
+
+    monkeypatch.setattr(harm, "_run", tc)
+    monkeypatch.setattr(harm, "check_link", lambda: "")
+    faults = with_faults(
+        [*settings, *SETTINGS, "checkpoint.every=2"],
+        "slow_link:step=3,steps=2,mbit=20",
+        "slow_link:step=4,steps=2,mbit=10",
+        "raise_forward:step=4",
+    )
+    with monkeypatch.context() as dead:
+        dead.setattr(Injector, "close", lambda self: None)
+        assert "raise_forward" in _run(0, 1, faults)
+    assert rates == ["1Gbit", "20.0mbit", "10.0mbit"]
+    assert _run(0, 1, [*faults, "checkpoint.resume=auto"]) == "finished"
+    assert rates[3:] == ["1Gbit"]
 
 
 def test_damage_changes_one_file_as_it_says(tmp_path: Path) -> None:

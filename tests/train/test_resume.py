@@ -278,14 +278,14 @@ def _saved(settings: list[str]) -> bool:
 
 
 def _rank_processes(launcher: int) -> list[int]:
-    """The ranks that ``launcher`` started: torchrun's are told by their environment, ours by how they were spawned."""
+    """The ranks that ``launcher`` started: torchrun's are told by their environment, ours were forked by its server."""
     found = []
     for pid in _children(launcher):
         with contextlib.suppress(OSError):
-            environment = Path(f"/proc/{pid}/environ").read_bytes()
-            arguments = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if b"\0RANK=" in environment or b"spawn_main" in arguments:
+            if b"\0RANK=" in Path(f"/proc/{pid}/environ").read_bytes():
                 found.append(pid)
+            if b"multiprocessing.forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found += _children(pid)
     return found
 
 

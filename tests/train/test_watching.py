@@ -11,11 +11,17 @@ import pytest
 
 from moe_comm.errors import PeerError
 from moe_comm.observe.records import FAULTS, FaultRecord, read_lines
+from moe_comm.runtime.event_reader import read_open
+from moe_comm.runtime.events import EVENTS
+from moe_comm.runtime.watch_graph import PATIENT_KINDS
+from moe_comm.train.hooks import StepHook
+from moe_comm.train.inject import Injector
 from moe_comm.train.job import run_config
+from moe_comm.train.metrics import StepReport
 from moe_comm.train.ranks import Ranks
 from moe_comm.train.watching import attempt_of, watch_run
 from tests.pool import RankPool
-from tests.train.common import config_of, write_text
+from tests.train.common import config_of, session, write_text
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +57,39 @@ def test_a_run_without_faults_has_no_reports(pool2: RankPool, tmp_path: Path) ->
     assert not (folder / "faults").exists()
     assert not (folder / FAULTS).exists()
     assert attempt_of(folder) == 0
+
+
+class Disk(StepHook):
+    """A sink and a hook that note whether others would take them for stuck."""
+
+    on_disk = True
+
+    def __init__(self) -> None:
+        self.found: list[bool] = []
+
+    def look(self) -> None:
+        self.found.append(any(span.kind in PATIENT_KINDS for span in read_open(EVENTS.region)))
+
+    def write(self, report: StepReport) -> None:
+        self.look()
+
+    def before_step(self, step: int) -> None:
+        self.look()
+
+    def after_step(self, report: StepReport) -> None:
+        self.look()
+
+    def summary(self, step: int, values: Any) -> None:
+        pass
+
+
+def test_writing_what_is_known_of_a_step_may_take_as_long_as_the_disk(tmp_path: Path) -> None:
+    disk = Disk()
+    settings = [*write_text(tmp_path), "run.steps=1", "parallel.ep=1"]
+    with session(settings, sinks=[disk], hooks=[disk]) as here:
+        here.trainer.fit()
+    assert disk.found == [True] * 3
+    assert not Injector.on_disk, "where harm is done on purpose, it is noticed as ever"
 
 
 def off(rank: int, world: int, settings: list[str]) -> tuple[bool, list[str]]:
