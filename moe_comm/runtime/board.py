@@ -40,6 +40,8 @@ PAGE = 4096
 NOTICE_BYTES = 1 << 20
 STACK_BYTES = 64 << 10
 TEXT_BYTES = 1024
+STEADY_LOOKS = 5
+"""Stacks are whole when so many looks, 3 ms apart, have found no more of them: a thread follows the other."""
 FIRST_SIGNAL = signal.SIGRTMIN + 6
 """A signal that nothing else uses, as SIGUSR1 is used by batch systems."""
 
@@ -293,10 +295,11 @@ class Board:
                 return "(none: the process is stopped)"
             self._send(rank, signal.SIGCONT)
         end = time.monotonic() + patience_s
-        size, seen = os.fstat(fd).st_size, -1
-        while time.monotonic() < end and (size == before or size != seen):
+        size, steady = os.fstat(fd).st_size, 0
+        while time.monotonic() < end and steady < STEADY_LOOKS:
             time.sleep(0.003)  # a stopped one runs meanwhile
             seen, size = size, os.fstat(fd).st_size
+            steady = steady + 1 if size == seen > before else 0
         if stopped:
             self._send(rank, signal.SIGSTOP)
         return os.pread(fd, STACK_BYTES, before).decode(errors="replace").strip() or "(none came)"

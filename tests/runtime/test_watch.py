@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from moe_comm.errors import ConfigError, PeerError
-from moe_comm.runtime import watch_hosts
 from moe_comm.runtime.agent import ENDED_BY_WATCH
 from moe_comm.runtime.board import NOTICE_BYTES, Board, Phase
 from moe_comm.runtime.event_layout import Kind
@@ -215,6 +214,7 @@ def misbehave(how: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+        threading.Event().wait(100)  # it is made to go on for a moment, to write its stacks
     elif how == "gil":
         ctypes.PyDLL(None).sleep(100)
     elif how == "loop":
@@ -404,7 +404,11 @@ def test_a_culprit_is_ended_though_its_report_cannot_be_written(
     ended: list[int] = []
     monkeypatch.setattr(alone, "kill", ended.append)
     disk = threading.Event()
-    notices = Notices(alone, OPTIONS, tmp_path, [lambda fault: disk.wait(30) and None], lambda: True)
+
+    def write(fault: Fault) -> None:
+        disk.wait(30)
+
+    notices = Notices(alone, OPTIONS, tmp_path, [write], lambda: True)
     alone.post(noticed("stuck", (0,), [0]))
     notices.take(notices.new)
     assert (ended, notices.told.is_set()) == ([0], False)
@@ -509,7 +513,7 @@ class Hosts:
         self.now = 100.0
         self.kept: dict[str, str] = {"0": "", "1": ""}
         self.views = [View(0)]
-        monkeypatch.setattr(watch_hosts.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr("moe_comm.runtime.watch_hosts.time.monotonic", lambda: self.now)
         self.beats = HostBeats(self, 0, [[0], [1]], lambda: self.views, lambda: True, 5.0)  # type: ignore[arg-type]
 
     def set(self, key: str, value: str) -> None:
