@@ -33,6 +33,8 @@ ALIVE, ERRORS = "alive", "errors"
 FINAL = (ConfigError, InputError, UnsupportedModel, MissingDependency)
 """What the user has to mend; ranks that are started again would meet it again."""
 LINGER_S = 2.0
+SEEN_S = 0.5
+"""Within this, torch's agent has seen that a process has ended: it looks every 0.1 s."""
 RAISED_AT = "moe_comm_raised_at"
 """Attribute of an exception that left ``init_ranks``: when, before leaving the group let the peers notice; ns."""
 
@@ -97,14 +99,17 @@ def _write(path: Path, text: str) -> None:
 def _linger(errors_folder: Path, alive_folder: Path, attempt: str) -> None:
     """Let ranks that failed at the same time say why: the agent stops all others as soon as it sees one end, and an
     echo (a peer that finds its connection closed) can end before its cause has written its record. Ranks that have
-    ended or were stopped will say no more."""
-    deadline = time.monotonic() + LINGER_S
+    ended or were stopped will say no more; of those that ended, the agent learns a moment later how. If this one were
+    gone too by then, the agent might take it for the first."""
+    began = time.monotonic()
+    deadline = began + LINGER_S
     while time.monotonic() < deadline:
         said = {path.name for path in recorded(errors_folder)}
         others = (path for path in alive_folder.glob(f"{attempt}.*") if not path.name.endswith(".part"))
         silent = [path for path in others if path.name.partition(".")[2] not in said and _can_speak(path)]
         came = sum(1 for path in alive_folder.glob(f"{attempt}.*") if not path.name.endswith(".part"))
-        if not silent and came >= int(os.environ["WORLD_SIZE"]):
+        world = int(os.environ["WORLD_SIZE"])
+        if not silent and came >= world and (len(said) >= world or time.monotonic() - began > SEEN_S):
             return
         time.sleep(0.02)
 
