@@ -218,8 +218,13 @@ def _step_of(line: str) -> float:
 
 def to_json(line: Any) -> str:
     """A dataclass, or what JSON has, on one line; NaN and infinities as null."""
-    values = dataclasses.asdict(line) if dataclasses.is_dataclass(line) and not isinstance(line, type) else line
-    return json.dumps(_finite(values), separators=(",", ":"))
+    values = dict(vars(line)) if dataclasses.is_dataclass(line) else line
+    try:
+        # A step's line is written in every step: fields hold what JSON has, which needs no copy made first.
+        return json.dumps(values, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError):
+        values = dataclasses.asdict(line) if dataclasses.is_dataclass(line) and not isinstance(line, type) else line
+        return json.dumps(_finite(values), separators=(",", ":"))
 
 
 def append(path: Path, line: Any) -> None:
