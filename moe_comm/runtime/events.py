@@ -180,11 +180,6 @@ class Recorder:
         """A context manager around what it names. With ``group`` it counts as the group's next call."""
         return Open(self, kind, name, layer, group, peer, nbytes)
 
-    def mark(self, name: str) -> None:
-        """A moment."""
-        with Open(self, Kind.MARK, name, "", NO_NAME, -1, 0):
-            pass
-
     # --- for Open ---
 
     def _begin(self, span: Open) -> None:

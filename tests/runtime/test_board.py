@@ -237,7 +237,8 @@ def test_time_without_a_core_is_no_silence(alone: Board, monkeypatch: pytest.Mon
     monkeypatch.setattr(watch_views, "run_delay_ns", lambda pid: next(delays))
     recorder = Recorder(RECORDS)
     recorder.attach(alone.region(0), 0, RECORDS)
-    recorder.mark("now")
+    with recorder.span(Kind.MARK, "now"):
+        pass
     state = read_state(alone.region(0))
     assert state is not None
     viewer = watch_views.Viewer(alone, 4.5, 300.0, 0)

@@ -1,4 +1,4 @@
-"""Who is to blame, from what is known of all ranks; and that ranks notice it, report it, and come out of waits."""
+"""Ranks notice who is to blame, report it, and come out of their waits."""
 
 from __future__ import annotations
 
@@ -23,165 +23,11 @@ from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.event_reader import read_state
 from moe_comm.runtime.events import EVENTS, moving
 from moe_comm.runtime.watch import Watcher, WatchOptions, _is_from_peers
-from moe_comm.runtime.watch_graph import Doing, Verdict, View, analyse, waits
-from moe_comm.runtime.watch_hosts import HostBeats
+from moe_comm.runtime.watch_graph import View
 from moe_comm.runtime.watch_notice import Notices
-from moe_comm.runtime.watch_report import Fault, describe, main_first, notice_text, views_from_json, views_to_json
+from moe_comm.runtime.watch_report import Fault, notice_text
 from tests.pool import RankPool
-
-WORLD = (0, 1, 2, 3)
-
-
-def at_work(rank: int, silent_s: float = 0.0, **more: Any) -> View:
-    """Computes; 5 s of silence are too many."""
-    return View(rank, silent_s=silent_s, doing=(Doing(Kind.COMPUTE, "experts", silent_s),), **more)
-
-
-def waiting(rank: int, group: tuple[int, ...], call: int, age_s: float = 6.0, kind: Kind = Kind.COLLECTIVE) -> View:
-    doing = (Doing(Kind.STEP, "step", age_s), Doing(kind, "sum", age_s, group=group, call=call))
-    return View(rank, silent_s=age_s, doing=doing, calls={(group, kind): call})
-
-
-def culprits(*views: View) -> tuple[int, ...]:
-    verdict = analyse(views)
-    return () if verdict is None else verdict.ranks
-
-
-def test_nobody_is_to_blame_while_all_are_at_work() -> None:
-    assert analyse([at_work(0), at_work(1), waiting(2, WORLD, 1, 0.1)]) is None
-    assert analyse([]) is None
-
-
-def test_the_one_that_waits_for_nobody_is_to_blame_when_its_patience_is_over() -> None:
-    others = [waiting(rank, WORLD, 7) for rank in (0, 2, 3)]
-    assert culprits(*others, at_work(1, 4.9)) == ()
-    assert culprits(*others, at_work(1, 5.1)) == (1,)
-    assert culprits(*others, at_work(1, 5.1, patience_s=50.0)) == ()
-
-
-def test_a_silent_rank_for_which_nobody_waits_is_left_alone() -> None:
-    assert culprits(at_work(0), at_work(1, 100.0)) == ()
-    assert culprits(waiting(0, (0, 2), 3), at_work(1, 100.0), at_work(2)) == ()
-
-
-def test_one_that_is_awaited_only_now_gets_time() -> None:
-    assert culprits(waiting(0, (0, 1), 3, 0.5), at_work(1, 5.1)) == ()
-
-
-def test_a_chain_over_several_groups_is_followed_to_its_end() -> None:
-    views = [
-        waiting(0, (0, 1), 4),
-        replace(
-            waiting(1, (1, 2), 9, kind=Kind.DISPATCH), calls={((1, 2), Kind.DISPATCH): 9, ((0, 1), Kind.COLLECTIVE): 3}
-        ),
-        replace(waiting(2, (2, 3), 1), calls={((2, 3), Kind.COLLECTIVE): 1, ((1, 2), Kind.DISPATCH): 8}),
-        at_work(3, 5.5),
-    ]
-    assert waits(views) == {0: (1,), 1: (2,), 2: (3,)}
-    assert culprits(*views) == (3,)
-
-
-def test_two_culprits_are_both_named() -> None:
-    verdict = analyse([waiting(0, WORLD, 7), at_work(1, 6.0), waiting(2, WORLD, 7), at_work(3, 7.0)])
-    assert verdict is not None
-    assert (verdict.ranks, verdict.kind) == ((1, 3), "stuck")
-    assert "rank 1" in verdict.what
-    assert "rank 3" in verdict.what
-
-
-def test_a_slow_link_is_nobodys_fault() -> None:
-    """All have arrived, and what they send takes long."""
-    assert culprits(*(waiting(rank, WORLD, 7, 60.0) for rank in WORLD)) == ()
-    pair = [replace(waiting(rank, (0, 1), 5, 60.0)) for rank in (0, 1)]
-    third = replace(waiting(2, (1, 2), 1, 60.0, Kind.DISPATCH))
-    assert culprits(*pair, third) == ()
-
-
-def test_ranks_that_wait_for_each_other_took_different_paths() -> None:
-    views = [waiting(0, (0, 1), 4), waiting(1, (0, 1), 2, kind=Kind.DISPATCH), waiting(2, (0, 2), 3), at_work(3)]
-    verdict = analyse(views)
-    assert verdict is not None
-    assert verdict.ranks == (0, 1)
-    assert "different operations" in verdict.what
-    assert "dispatch" in verdict.what
-    young = [replace(view, silent_s=1.0) for view in views]
-    assert analyse(young) is None
-
-
-def receiving(rank: int, peer: int, silent_s: float = 6.0) -> View:
-    return View(rank, silent_s=silent_s, doing=(Doing(Kind.TRANSFER, "receive activations", silent_s, peer=peer),))
-
-
-def test_stages_of_a_pipeline_wait_for_the_one_before() -> None:
-    views = [at_work(0, 5.5), receiving(1, 0), receiving(2, 1), receiving(3, 2)]
-    assert waits(views) == {1: (0,), 2: (1,), 3: (2,)}
-    assert culprits(*views) == (0,)
-    assert culprits(replace(views[0], silent_s=1.0), *views[1:]) == ()
-
-
-def test_a_transfer_with_both_ends_in_it_is_under_way() -> None:
-    assert waits([receiving(0, 1), receiving(1, 0)]) == {}
-    unknown = View(1, silent_s=9.0, doing=(Doing(Kind.TRANSFER, "between passes", 9.0),))
-    assert culprits(receiving(0, 1), unknown) == (), "it may wait for its own sends to go out"
-
-
-@pytest.mark.parametrize("kind", [Kind.CHECKPOINT, Kind.DATA, Kind.PAUSE])
-def test_saving_and_reading_may_take_long_but_not_for_ever(kind: Kind) -> None:
-    busy = View(1, silent_s=60.0, doing=(Doing(kind, "save", 60.0),))
-    assert culprits(waiting(0, (0, 1), 3, 60.0), busy) == ()
-    assert culprits(waiting(0, (0, 1), 3, 301.0), replace(busy, silent_s=301.0)) == (1,)
-
-
-def test_dead_ones_come_before_all_others_and_at_once() -> None:
-    verdict = analyse([waiting(0, WORLD, 7), at_work(1, 9.0), View(2, fate="ended", silent_s=0.2, unbeaten_s=0.1)])
-    assert verdict is not None
-    assert (verdict.kind, verdict.ranks, verdict.silent_s) == ("died", (2,), 0.1)
-
-
-@pytest.mark.parametrize(("fate", "found"), [("stopped", (1,)), ("traced", ()), ("left", ())])
-def test_a_stopped_rank_is_stuck_and_one_in_a_debugger_or_done_is_not(fate: Any, found: tuple[int, ...]) -> None:
-    silent = View(1, fate=fate, silent_s=5.5, unbeaten_s=5.5, left_s=5.5)
-    assert culprits(waiting(0, (0, 1), 3), silent) == found
-
-
-def test_a_rank_stopped_in_a_call_is_to_blame_though_it_has_begun_it() -> None:
-    frozen = replace(waiting(1, (0, 1), 3), unbeaten_s=6.0)
-    assert culprits(waiting(0, (0, 1), 3), frozen) == (1,), "the interpreter's lock is held"
-    assert culprits(waiting(0, (0, 1), 3), replace(frozen, fate="stopped")) == (1,)
-
-
-def test_an_error_is_blamed_on_the_first_that_left_with_one_of_its_own() -> None:
-    failed = View(1, fate="failed", words="ValueError: no", left_s=0.3)
-    verdict = analyse([waiting(0, (0, 1), 3, 0.1), failed])
-    assert verdict is not None
-    assert (verdict.kind, verdict.ranks) == ("error", (1,))
-    assert "ValueError: no" in verdict.what
-    assert culprits(View(0, fate="caught"), failed, View(2, fate="failed", left_s=0.1)) == (1,)
-    assert culprits(replace(failed, rank=0), failed) == (), "all raised it together"
-
-
-def test_a_rank_that_waits_for_its_gpu_may_wait_for_one_that_is_behind() -> None:
-    ahead = View(0, silent_s=6.0, calls={((0, 1), Kind.COLLECTIVE): 5})
-    behind = View(1, silent_s=6.0, calls={((0, 1), Kind.COLLECTIVE): 4})
-    assert culprits(ahead, behind) == (1,)
-    assert culprits(ahead, replace(behind, calls=ahead.calls)) == ()
-
-
-def test_views_travel_between_hosts() -> None:
-    views = [waiting(0, (0, 1), 4), receiving(1, 0), View(2, fate="failed", words='"é')]
-    assert views_from_json(views_to_json(views)) == views
-
-
-def test_the_report_names_operation_layer_micro_batch_and_step() -> None:
-    doing = Doing(Kind.DISPATCH, "dispatch", 5.5, layer="layers.3.moe", step=12, micro=2, group=(0, 1), call=77)
-    views = [View(0, silent_s=5.5, doing=(doing,)), View(1, silent_s=5.5, step=12)]
-    verdict = Verdict("stuck", (1,), "rank 1 is stuck", 12, 5.5, {0: (1,)})
-    text = describe(verdict, views, {1: "Thread 2\n  a\n\nThread 1\n  b"})
-    where = "layer layers.3.moe, micro-batch 2, step 12, call 77 of ranks 0, 1"
-    assert f"rank 0  waits for rank 1 in dispatch 'dispatch' ({where}) for 5.5 s" in text
-    assert "rank 1  is the culprit" in text
-    assert text.index("Thread 1") < text.index("Thread 2")
-    assert main_first("T\n  moe_comm/runtime/watch.py\n\nmain") == "main"
+from tests.runtime.test_watch_graph import at_work, waiting
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
@@ -195,18 +41,6 @@ def test_bad_patience_is_refused(value: float) -> None:
 CULPRIT = 1
 FAULT_AT = 4
 OPTIONS = WatchOptions(stuck_s=1.5, start_s=60.0, records=256)
-
-
-@pytest.fixture(scope="module")
-def pool2() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def pool4() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
-        yield pool
 
 
 def misbehave(how: str) -> None:
@@ -501,70 +335,3 @@ def record_nothing(rank: int, world: int, folder: str) -> bool:
 )
 def test_only_what_torch_raises_of_connections_comes_from_other_ranks(error: Exception, found: bool) -> None:
     assert _is_from_peers(error) == found
-
-
-# --- hosts ---
-
-
-class Hosts:
-    """Two hosts with a rank each on a store that this test serves; time is what it says."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 100.0
-        self.kept: dict[str, str] = {"0": "", "1": ""}
-        self.views = [View(0)]
-        monkeypatch.setattr("moe_comm.runtime.watch_hosts.time.monotonic", lambda: self.now)
-        self.beats = HostBeats(self, 0, [[0], [1]], lambda: self.views, lambda: True, 5.0)  # type: ignore[arg-type]
-
-    def set(self, key: str, value: str) -> None:
-        self.kept[key] = value
-
-    def multi_get(self, keys: list[str]) -> list[str]:
-        return [self.kept[key] for key in keys]
-
-    def exchange(self, seconds: float, beat: int | None = None, fate: Any = "alive") -> list[Any]:
-        """After so many seconds; the other host has said something with ``beat``. Fates of its ranks."""
-        self.now += seconds
-        if beat is not None:
-            told = {"beat": beat, "views": views_to_json([View(1, fate=fate)]), "notice": ""}
-            self.kept["1"] = json.dumps(told)
-        self.beats._exchange([1])
-        return [view.fate for view in self.beats.others()]
-
-
-@pytest.fixture
-def hosts(monkeypatch: pytest.MonkeyPatch) -> Hosts:
-    return Hosts(monkeypatch)
-
-
-def test_a_host_is_gone_when_it_says_nothing_for_long(hosts: Hosts) -> None:
-    assert hosts.exchange(0.25, 1) == ["alive"]
-    found = [hosts.exchange(0.25) for _ in range(24)]
-    assert found[:18] == [["alive"]] * 18
-    assert found[-1] == ["ended"]
-    assert hosts.beats.is_odd()
-
-
-def test_a_store_that_answers_late_makes_no_host_gone(hosts: Hosts) -> None:
-    assert hosts.exchange(0.25, 1) == ["alive"]
-    hosts.now += 60.0
-    assert [(view.fate, view.silent_s) for view in hosts.beats.others()] == [("alive", 0.0)]
-    assert not hosts.beats.is_odd()
-    assert hosts.exchange(0.0) == ["alive"], "the other host could not speak either"
-    assert not hosts.beats.is_odd()
-    assert hosts.exchange(0.25, 2) == ["alive"]
-
-
-def test_what_was_said_before_and_comes_later_is_not_heard(hosts: Hosts) -> None:
-    assert hosts.exchange(0.25, 7, "left") == ["left"]
-    assert hosts.exchange(0.25, 6, "alive") == ["left"]
-
-
-def test_only_who_leaves_last_says_so_for_its_host(hosts: Hosts) -> None:
-    hosts.beats._done.set()
-    hosts.views = [View(0, fate="left"), View(2)]
-    hosts.beats._run()
-    assert hosts.kept["0"] == ""
-    hosts.views = [View(0, fate="left"), View(2, fate="failed")]
-    hosts.beats._run()
-    assert [view["fate"] for view in json.loads(json.loads(hosts.kept["0"])["views"])] == ["left", "failed"]

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from moe_comm.runtime.keeper import start_ticks
+from moe_comm.runtime.kept import Owner
 from tests.pool import RankPool
 from tests.train.common import write_text
 
@@ -32,3 +36,14 @@ def shared_settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def settings(shared_settings: list[str], tmp_path: Path) -> list[str]:
     """The same, with a place for run folders of the test's own."""
     return [*shared_settings, f"run.folder={tmp_path / 'runs'}"]
+
+
+@pytest.fixture
+def owner() -> Iterator[Owner]:
+    """A process that stands for the launcher; what is kept for it goes with it."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        yield Owner(process.pid, start_ticks(process.pid))
+    finally:
+        process.kill()
+        process.communicate()

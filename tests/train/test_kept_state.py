@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_comm.runtime.keeper import start_ticks
 from moe_comm.runtime.kept import KeptMemory, Owner
 from moe_comm.topology import FoldedMesh, ParallelConfig
 from moe_comm.train import peer_memory, recall
@@ -129,16 +125,6 @@ def _restore(rank: int, world: int, arg: Arg) -> Found:
     step = restored[0] if restored else -1
     expected = tensors(rank, step, arg.width) if restored else {n: torch.zeros_like(t) for n, t in live.items()}
     return Found(restored, all(same_bits(live[name], expected[name]) for name in live), said, runs=runs)
-
-
-@pytest.fixture
-def owner() -> Iterator[Owner]:
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
-        yield Owner(process.pid, start_ticks(process.pid))
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @pytest.mark.parametrize("hosts", ["aaaa", "abab", "aaab"])

@@ -8,9 +8,6 @@ import select
 import signal
 import socket
 import struct
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,6 @@ import pytest
 import torch
 
 from moe_comm.observe.records import Attempt, read_lines
-from moe_comm.runtime.keeper import start_ticks
 from moe_comm.runtime.kept import KeptMemory, Owner, Slots
 from moe_comm.runtime.launch import init_ranks, launch
 from moe_comm.train import RunResult, job, run
@@ -55,17 +51,6 @@ def _work(rank: int, world: int, setting: Setting) -> RunResult | None:
             return run(None, list(setting.settings))
         except Crash:
             return None
-
-
-@pytest.fixture
-def owner() -> Iterator[Owner]:
-    """A process that stands for the launcher; what is kept for it goes with it."""
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
-        yield Owner(process.pid, start_ticks(process.pid))
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def keeper_of(kept: KeptMemory) -> int:

@@ -62,18 +62,6 @@ def step_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
-def step_of(path: Path) -> int:
-    """The step of the checkpoint at ``path``, by its name.
-
-    Raises:
-        CheckpointError: the name says none.
-    """
-    match = _STEP.fullmatch(path.name)
-    if match is None:
-        raise CheckpointError(f"{path} is not named as a checkpoint")
-    return int(match[1])
-
-
 def partial_path(folder: Path, step: int) -> Path:
     """Where the checkpoint of ``step`` is while it is being written."""
     return folder / f"step-{step:08d}.partial"

@@ -1,0 +1,76 @@
+"""Hosts that look at each other through a store."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from moe_comm.runtime.watch_graph import View
+from moe_comm.runtime.watch_hosts import HostBeats
+from moe_comm.runtime.watch_report import views_to_json
+
+
+class Hosts:
+    """Two hosts with a rank each on a store that this test serves; time is what it says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        self.kept: dict[str, str] = {"0": "", "1": ""}
+        self.views = [View(0)]
+        monkeypatch.setattr("moe_comm.runtime.watch_hosts.time.monotonic", lambda: self.now)
+        self.beats = HostBeats(self, 0, [[0], [1]], lambda: self.views, lambda: True, 5.0)  # type: ignore[arg-type]
+
+    def set(self, key: str, value: str) -> None:
+        self.kept[key] = value
+
+    def multi_get(self, keys: list[str]) -> list[str]:
+        return [self.kept[key] for key in keys]
+
+    def exchange(self, seconds: float, beat: int | None = None, fate: Any = "alive") -> list[Any]:
+        """After so many seconds; the other host has said something with ``beat``. Fates of its ranks."""
+        self.now += seconds
+        if beat is not None:
+            told = {"beat": beat, "views": views_to_json([View(1, fate=fate)]), "notice": ""}
+            self.kept["1"] = json.dumps(told)
+        self.beats._exchange([1])
+        return [view.fate for view in self.beats.others()]
+
+
+@pytest.fixture
+def hosts(monkeypatch: pytest.MonkeyPatch) -> Hosts:
+    return Hosts(monkeypatch)
+
+
+def test_a_host_is_gone_when_it_says_nothing_for_long(hosts: Hosts) -> None:
+    assert hosts.exchange(0.25, 1) == ["alive"]
+    found = [hosts.exchange(0.25) for _ in range(24)]
+    assert found[:18] == [["alive"]] * 18
+    assert found[-1] == ["ended"]
+    assert hosts.beats.is_odd()
+
+
+def test_a_store_that_answers_late_makes_no_host_gone(hosts: Hosts) -> None:
+    assert hosts.exchange(0.25, 1) == ["alive"]
+    hosts.now += 60.0
+    assert [(view.fate, view.silent_s) for view in hosts.beats.others()] == [("alive", 0.0)]
+    assert not hosts.beats.is_odd()
+    assert hosts.exchange(0.0) == ["alive"], "the other host could not speak either"
+    assert not hosts.beats.is_odd()
+    assert hosts.exchange(0.25, 2) == ["alive"]
+
+
+def test_what_was_said_before_and_comes_later_is_not_heard(hosts: Hosts) -> None:
+    assert hosts.exchange(0.25, 7, "left") == ["left"]
+    assert hosts.exchange(0.25, 6, "alive") == ["left"]
+
+
+def test_only_who_leaves_last_says_so_for_its_host(hosts: Hosts) -> None:
+    hosts.beats._done.set()
+    hosts.views = [View(0, fate="left"), View(2)]
+    hosts.beats._run()
+    assert hosts.kept["0"] == ""
+    hosts.views = [View(0, fate="left"), View(2, fate="failed")]
+    hosts.beats._run()
+    assert [view["fate"] for view in json.loads(json.loads(hosts.kept["0"])["views"])] == ["left", "failed"]
