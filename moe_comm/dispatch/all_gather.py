@@ -48,6 +48,9 @@ class AllGatherDispatcher(AllToAllDispatcher):
 
     name = "all_gather"
 
+    def own_rows(self, layout: Layout, leaving: int) -> None:
+        """Rows go to all: the collective counts them."""
+
     def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, Layout]:
         counts = self._handshake.exchange(header, ids_TK, x_TD.device)
         routes = self._routes(ids_TK, counts)

@@ -104,6 +104,9 @@ class AllToAllDispatcher(Dispatcher):
         payload = self.options.payloads.of(header.op)
         return self._rows_out(x_TD, routes.slot_S // layout.top_k, payload, routes, describe(header))
 
+    def own_rows(self, layout: Layout, leaving: int) -> int | None:
+        return int(layout.state.send[self.rank])
+
     def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, Layout]:
         layout = self.agree(x_TD, ids_TK, header)
         return self.send(x_TD, layout, header), layout

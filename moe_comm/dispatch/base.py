@@ -190,6 +190,11 @@ class Dispatcher(ABC):
         """Uninitialised [num_rows, width] storage of the kind this backend reads and writes fastest."""
         return torch.empty(num_rows, width, dtype=dtype, device=device)
 
+    def own_rows(self, layout: Layout, leaving: int) -> int | None:
+        """How many of the ``leaving`` rows of an operation are for this rank itself; None: rows go another way than
+        straight from rank to rank, and what moves them counts them."""
+        return None
+
     def close(self) -> None:  # noqa: B027 - most backends hold nothing beyond their group
         """Give back what this dispatcher holds. Collective; calling it twice is allowed."""
 

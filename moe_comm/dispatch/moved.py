@@ -48,25 +48,16 @@ def put_layout(span: Open, dispatcher: Dispatcher, layout: Layout) -> None:
 def sent(dispatcher: Dispatcher, op: str, layout: Layout) -> int:
     """Bytes of the rows that this rank sends to others in ``op``, without weights and scales of groups.
 
-    0 where rows pass through other ranks or are sent to all: the collectives inside say it. Where counts stay on a
-    GPU the rank's own share is taken to be an even one.
+    0 where rows pass through other ranks or are sent to all: the collectives inside say it.
     """
     if not EVENTS.enabled:
         return 0
-    state, rank, world = layout.state, dispatcher.rank, dispatcher.world
     slots = layout.num_tokens * layout.top_k - layout.num_dropped
-    out = KINDS[op] is Kind.DISPATCH
-    if dispatcher.name == "all_to_all":
-        own = int(state.send[rank])
-    elif dispatcher.name == "shared_memory":
-        experts, first = dispatcher.num_experts, rank * dispatcher.num_experts
-        here = dispatcher.local_experts
-        own = sum(memoryview(state.counts).cast("q")[first : first + experts][here.start : here.stop])
-    elif dispatcher.name == "peer_to_peer":
-        own = (slots if out else layout.num_rows) // world
-    else:
+    leaving = slots if KINDS[op] is Kind.DISPATCH else layout.num_rows
+    own = dispatcher.own_rows(layout, leaving)
+    if own is None:
         return 0
-    rows = (slots if out else layout.num_rows) - own
+    rows = leaving - own
     payload = dispatcher.options.payloads.of(op)
     if not dispatcher.packs:
         return rows * layout.hidden * layout.dtype.itemsize

@@ -164,6 +164,9 @@ class PeerToPeerDispatcher(PeerSteps):
         """``x`` is used on another stream, too: its memory is not given out before that has passed."""
         record_stream(self.memory.turns.heap, x, stream)
 
+    def own_rows(self, layout: Layout, leaving: int) -> int:
+        return leaving // self.world  # as if shares were even: counts stay on the GPU
+
     def _send_fixed(self, x_TD: Tensor, ids_TK: Tensor, header: Header, ends: list[Tensor]) -> tuple[Tensor, Layout]:
         """``_send`` to a block of fixed size; appends where experts end."""
         if header.fault is not None:
