@@ -12,6 +12,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -31,6 +32,10 @@ answer SIGTERM, stopped ones among them."""
 LOOK_S = 0.1
 ENDED_BY_WATCH = 75
 """Exit code of a rank that ended itself because its main thread did not come out of a wait for a culprit."""
+TORCH_ECHO = re.compile(
+    r"gloo.*(Connection (closed|reset) by peer|Broken pipe)|ncclRemoteError", re.DOTALL | re.IGNORECASE
+)
+"""What torch's own collectives say of a rank that is gone; also where it goes while the others still join."""
 NOTICED = "Noticed: "
 """What ranks that watch each other add to an error begins with it, and goes on to the end of the line."""
 
@@ -121,7 +126,7 @@ def _cause(failures: dict[int, Any], errors_folder: Path) -> MoeCommError:
     """The error to raise for a failed run: the earliest cause rather than what it did to the other ranks."""
     records = {int(path.name): json.loads(path.read_text()) for path in recorded(errors_folder)}
     by_time = sorted(records, key=lambda rank: records[rank]["time"])
-    causes = [rank for rank in by_time if not issubclass(class_of(records[rank]["kind"]), PeerError)]
+    causes = [rank for rank in by_time if not _is_echo(records[rank])]
     # The agent ends the remaining ranks with SIGTERM, and some end themselves; any other end without a record is a
     # cause too.
     unrecorded = sorted(failures.keys() - records.keys())
@@ -131,6 +136,11 @@ def _cause(failures: dict[int, Any], errors_folder: Path) -> MoeCommError:
     for rank in (*causes, *silent, *by_time, *sorted(failures)):
         return _from_record(rank, records[rank]) if rank in records else _from_exit(rank, failures[rank], noticed)
     return RankFailed("the ranks failed and left no reason")
+
+
+def _is_echo(record: dict[str, Any]) -> bool:
+    """Whether the error says only that another rank is gone, in our words or in torch's."""
+    return issubclass(class_of(record["kind"]), PeerError) or bool(TORCH_ECHO.search(record["message"]))
 
 
 def _from_record(rank: int, record: dict[str, Any]) -> MoeCommError:
