@@ -8,6 +8,7 @@
 
 #include "bind_operators.h"
 #include "bind_p2p.h"
+#include "bind_spans.h"
 #include "bind_tensor.h"
 #include "cpu/communicator.h"
 #include "cpu/errors.h"
@@ -271,6 +272,7 @@ PYBIND11_MODULE(_C, m) {
 
   bind_operators(m);
   bind_p2p(m);
+  bind_spans(m);
   m.def("pack_header",
         [](const std::array<int64_t, kComparedWords>& compared, std::string label, int64_t fault, std::string text) {
           return py::bytes(pack_header(make_op(compared, std::move(label), fault, std::move(text))));

@@ -5,7 +5,7 @@ dtype codes: 0 float32, 1 bfloat16, 2 float16. Strides are in elements for swigl
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 class HandshakeFailed(Exception):
     """``headers``: what each rank said, as packed by ``pack_header``."""
@@ -372,3 +372,47 @@ class P2pPlan:
 def cuda_sources() -> dict[str, str]: ...
 def cuda_archs() -> str: ...
 def cuda_probe() -> str | None: ...
+
+class Open:
+    """A span under way. ``put``: what is known of it only later."""
+
+    name: str
+    layer: str
+    kind: int
+    group: int
+    peer: int
+    nbytes: int
+    index: int
+    begin_ns: int
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *error: Any) -> None: ...
+    def put_rows(self, rows: Sequence[int], nbytes: int, /) -> None:
+        """Rows that came for each of this rank's experts, and the bytes that this rank sent."""
+
+    def put(
+        self, *, name: str | None = None, layer: str | None = None, peer: int | None = None, nbytes: int | None = None
+    ) -> None:
+        """What it turned out to be; the micro-batch becomes that of now."""
+
+    def put_device(self, begin_ns: int, end_ns: int, /) -> None:
+        """When the work began and ended on a GPU, on the host's clock; may be known long after the span ended."""
+
+class SpanRecorder:
+    """Writes spans into a region; ``moe_comm.runtime.events.Recorder`` prepares it."""
+
+    step: int
+    micro: int
+    enabled: bool
+    device: Any
+    _names: dict[str, int]
+
+    def span(
+        self, kind: int, name: str, /, *, layer: str = "", group: int = 0, peer: int = -1, nbytes: int = 0
+    ) -> Open:
+        """A context manager around what it names. With ``group`` it counts as the group's next call."""
+
+    def _bind(self, buffer: memoryview, records: int, main_thread: int, /) -> None: ...
+    def _begin_step(self, step: int, /) -> None: ...
+    def _count_anew(self) -> None: ...
+    def _take(self) -> tuple[dict[int, int], dict[int, int], dict[int, int], dict[int, int], int]: ...

@@ -6,8 +6,8 @@
     └────────┴───────────────┴──────────────────────┴───────────────────────────────────┘
 
 A record is written when its span begins and completed when it ends, so that whoever maps the region, a peer or the
-launcher, reads what a rank was in the middle of, even if it was killed or is stopped. One span costs a few
-microseconds; nothing is allocated after the start and nothing waits.
+launcher, reads what a rank was in the middle of, even if it was killed or is stopped. A span costs a microsecond or
+two (csrc/cpu/spans.cpp writes it); nothing waits.
 
     with EVENTS.span(Kind.DISPATCH, "layers.0", group=group_id, nbytes=...):    a region only
     with moving(Kind.COLLECTIVE, "gradients", group=...):                       and counted by COMMUNICATION
@@ -20,35 +20,22 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any, Final, Protocol, Self
+from collections.abc import Iterable
+from typing import Any, Final, Protocol
 
+from moe_comm._C import Open, SpanRecorder
 from moe_comm.runtime.event_layout import (
     ACTIVE_AT,
     BEAT_AT,
-    BYTES_AT,
-    CALLS,
-    CALLS_AT,
-    CALLS_COUNT_AT,
-    DEVICE_AT,
-    END_AT,
-    EXPERTS_AT,
     FIXED,
-    HEAD_AT,
     HEADER_BYTES,
     LONG,
     MAGIC,
-    MICRO_AT,
-    NAME_AT,
     NAMES_AT,
     NAMES_BYTES,
     NO_NAME,
-    PEER_AT,
-    RECORD,
     RECORD_BYTES,
     RECORDS,
-    ROWS_AT,
-    ROWS_HEAD_AT,
     ROWS_WORDS,
     STEP_AT,
     Kind,
@@ -57,6 +44,8 @@ from moe_comm.runtime.event_layout import (
     region_bytes,
 )
 from moe_comm.runtime.meter import COMMUNICATION
+
+__all__ = ["EVENTS", "DeviceClock", "Open", "Recorder", "moving", "start_ticks"]
 
 
 def start_ticks(pid: int | None = None) -> int:
@@ -81,7 +70,7 @@ class DeviceClock(Protocol):
         """Look what is done by now."""
 
 
-class Recorder:
+class Recorder(SpanRecorder):
     """Writes a rank's spans. Any thread may record.
 
     Spans with a group count as its calls, of each kind for itself: every member of the group enters them in the same
@@ -91,21 +80,12 @@ class Recorder:
     enabled: where False, spans cost an attribute look-up. device: takes the times of spans on a GPU, if there is one.
     """
 
-    _head: int
-    _ring_at: int
-    _names: dict[str, int]
-    _names_end: int
+    _buffer: memoryview
 
     def __init__(self, records: int = RECORDS) -> None:
-        self.step = 0
-        self.micro = 0
-        self.enabled = True
-        self.device: DeviceClock | None = None
-        self._lock = threading.RLock()  # names are added with it held and without
-        self._totals = Totals()
-        self._outer: Open | None = None
-        self._inside = (0, NO_NAME)
-        self._main = threading.main_thread().ident
+        self._lock = threading.RLock()
+        self._names[""] = NO_NAME
+        self._names_end = HEADER_BYTES + 2
         self._region(memoryview(mmap.mmap(-1, region_bytes(records))), records, 0)
 
     def attach(self, region: memoryview, rank: int, records: int = RECORDS) -> None:
@@ -118,12 +98,7 @@ class Recorder:
         if len(region) < region_bytes(records):
             raise ValueError(f"a region of {records} records takes {region_bytes(records)} bytes; got {len(region)}")
         with self._lock:
-            names, end, table = self._names, self._names_end, bytes(self._buffer[HEADER_BYTES : self._names_end])
-            self._outer = None
             self._region(region, records, rank)
-            self._names, self._names_end = names, end
-            region[HEADER_BYTES:end] = table
-            LONG.pack_into(region, NAMES_AT, end)
 
     @property
     def region(self) -> memoryview:
@@ -136,23 +111,25 @@ class Recorder:
 
     def at(self, step: int) -> None:
         """A step begins."""
-        self.step, self.micro, self._outer = step, 0, None
-        LONG.pack_into(self._buffer, STEP_AT, step)
+        self._begin_step(step)
         if self.device is not None:
             self.device.poll()
 
     def count_anew(self) -> None:
         """The next calls of all groups are their first ones. Every rank does so at the same place of the program."""
-        with self._lock:
-            self._calls.clear()
-            self._calls_at.clear()
-            self._buffer[CALLS_AT:HEADER_BYTES] = bytes(HEADER_BYTES - CALLS_AT)
+        self._count_anew()
 
     def take(self) -> Totals:
         """Sums since the last call."""
-        with self._lock:
-            totals, self._totals = self._totals, Totals()
-        return totals
+        ns, nbytes, peers, groups, rows = self._take()
+        kinds = Kind._value2member_map_
+        return Totals(
+            {kinds[kind]: value for kind, value in ns.items()},  # type: ignore[misc]
+            {kinds[kind]: value for kind, value in nbytes.items()},  # type: ignore[misc]
+            peers,
+            groups,
+            rows,
+        )
 
     def group(self, ranks: Iterable[int]) -> int:
         """A number for a group of global ranks, to give to ``span``."""
@@ -167,153 +144,21 @@ class Recorder:
         """What ``name`` gave ``number`` for."""
         return next((text for text, found in self._names.items() if found == number), "")
 
-    def span(
-        self,
-        kind: Kind,
-        name: str,
-        *,
-        layer: str = "",
-        group: int = NO_NAME,
-        peer: int = -1,
-        nbytes: int = 0,
-    ) -> Open:
-        """A context manager around what it names. With ``group`` it counts as the group's next call."""
-        return Open(self, kind, name, layer, group, peer, nbytes)
-
-    # --- for Open ---
-
-    def _begin(self, span: Open) -> None:
-        now = time.monotonic_ns()
-        aside = threading.get_ident() != self._main and _is_aside()
-        with self._lock:
-            index = self._head
-            self._head = index + 1
-            call = 0
-            if span.group and not aside:
-                counted = (span.group, span.kind)
-                call = self._calls.get(counted, 0) + 1
-                self._calls[counted] = call
-                if at := self._calls_at.get(counted) or self._add_calls(counted):
-                    LONG.pack_into(self._buffer, at + CALLS_COUNT_AT, call)
-            if self._outer is None and span.kind >= Kind.DISPATCH and not aside:
-                self._outer, self._inside = span, (0, NO_NAME)
-            at = self._ring_at + index % self.records * RECORD_BYTES
-            RECORD.pack_into(
-                self._buffer,
-                at,
-                index,
-                now,
-                0,
-                0,
-                0,
-                call,
-                span.nbytes,
-                0,
-                self.step,
-                self.micro,
-                span.kind,
-                aside,
-                self.name(span.name),
-                self.name(span.layer),
-                span.group,
-                span.peer,
-                0,
-            )
-            LONG.pack_into(self._buffer, HEAD_AT, index + 1)
-            LONG.pack_into(self._buffer, ACTIVE_AT, now)
-        span.index, span.begin_ns, span.buffer = index, now, self._buffer
-        if self.device is not None and span.kind not in _ON_HOST:
-            self.device.begun(span)
-
-    def _end(self, span: Open) -> None:
-        if self.device is not None and span.kind not in _ON_HOST:
-            self.device.ended(span)
-        now = time.monotonic_ns()
-        if span.buffer is not self._buffer:  # begun in another region
-            return
-        at = self._ring_at + span.index % self.records * RECORD_BYTES
-        with self._lock:
-            if LONG.unpack_from(self._buffer, at)[0] == span.index:  # else the ring has gone round since
-                LONG.pack_into(self._buffer, at + END_AT, now)
-            LONG.pack_into(self._buffer, ACTIVE_AT, now)
-            if self._outer is span:
-                self._outer = None
-                self._count(span, now)
-            elif span.nbytes and self._outer is not None:
-                nbytes, group = self._inside
-                self._inside = (nbytes + span.nbytes, span.group or group)
-                if span.peer >= 0:
-                    peers = self._totals.peers
-                    peers[span.peer] = peers.get(span.peer, 0) + span.nbytes
-
-    def _count(self, span: Open, now: int) -> None:
-        totals, kind = self._totals, span.kind
-        nbytes, group = (span.nbytes, span.group) if span.nbytes else self._inside
-        totals.ns[kind] = totals.ns.get(kind, 0) + now - span.begin_ns
-        if not nbytes:
-            return
-        totals.nbytes[kind] = totals.nbytes.get(kind, 0) + nbytes
-        if span.nbytes and span.peer >= 0:
-            totals.peers[span.peer] = totals.peers.get(span.peer, 0) + nbytes
-        elif group:
-            totals.groups[group] = totals.groups.get(group, 0) + nbytes
-
-    def _put_rows(self, span: Open, rows: Sequence[int]) -> None:
-        number = min(len(rows), ROWS_WORDS)
-        self._totals.rows += sum(rows)
-        at = self._ring_at + span.index % self.records * RECORD_BYTES
-        with self._lock:
-            if span.buffer is not self._buffer or LONG.unpack_from(self._buffer, at)[0] != span.index:
-                return
-            LONG.pack_into(self._buffer, at + BYTES_AT, span.nbytes)
-            if self._rows_head % ROWS_WORDS + number > ROWS_WORDS:  # rows of one span stand together
-                self._rows_head += ROWS_WORDS - self._rows_head % ROWS_WORDS
-            place = self._rows_at + 4 * (self._rows_head % ROWS_WORDS)
-            struct.pack_into(f"<{number}I", self._buffer, place, *rows[:number])
-            LONG.pack_into(self._buffer, at + ROWS_AT, self._rows_head)
-            struct.pack_into("<I", self._buffer, at + EXPERTS_AT, number)
-            self._rows_head += number
-            LONG.pack_into(self._buffer, ROWS_HEAD_AT, self._rows_head)
-
-    def _put(self, span: Open) -> None:
-        at = self._ring_at + span.index % self.records * RECORD_BYTES
-        with self._lock:
-            if span.buffer is self._buffer and LONG.unpack_from(self._buffer, at)[0] == span.index:
-                LONG.pack_into(self._buffer, at + BYTES_AT, span.nbytes)
-                struct.pack_into("<i", self._buffer, at + MICRO_AT, self.micro)
-                struct.pack_into("<II", self._buffer, at + NAME_AT, self.name(span.name), self.name(span.layer))
-                struct.pack_into("<i", self._buffer, at + PEER_AT, span.peer)
-
-    def _put_device(self, span: Open, begin_ns: int, end_ns: int) -> None:
-        at = self._ring_at + span.index % self.records * RECORD_BYTES
-        with self._lock:
-            if span.buffer is self._buffer and LONG.unpack_from(self._buffer, at)[0] == span.index:
-                struct.pack_into("<qq", self._buffer, at + DEVICE_AT, begin_ns, end_ns)
-
     def _region(self, buffer: memoryview, records: int, rank: int) -> None:
-        self._buffer, self.records = buffer, records
-        self._head = self._rows_head = 0
-        self._names = {"": NO_NAME}
-        self._names_end = HEADER_BYTES + 2
-        self._calls: dict[tuple[int, int], int] = {}
-        self._calls_at: dict[tuple[int, int], int] = {}
-        self._rows_at = HEADER_BYTES + NAMES_BYTES
-        self._ring_at = self._rows_at + 4 * ROWS_WORDS
+        names_end, ring_at = self._names_end, HEADER_BYTES + NAMES_BYTES + 4 * ROWS_WORDS
+        names = bytes(self._buffer[HEADER_BYTES:names_end]) if len(self._names) > 1 else b""
         # Regions are used again by ranks that were started again: nothing old may be left.
-        buffer[: self._rows_at] = bytes(self._rows_at)
-        buffer[self._ring_at : self._ring_at + records * RECORD_BYTES] = bytes(records * RECORD_BYTES)
-        LONG.pack_into(buffer, NAMES_AT, self._names_end)
+        buffer[: HEADER_BYTES + NAMES_BYTES] = bytes(HEADER_BYTES + NAMES_BYTES)
+        buffer[ring_at : ring_at + records * RECORD_BYTES] = bytes(records * RECORD_BYTES)
+        buffer[HEADER_BYTES : HEADER_BYTES + len(names)] = names
+        LONG.pack_into(buffer, NAMES_AT, names_end)
         LONG.pack_into(buffer, ACTIVE_AT, time.monotonic_ns())
         LONG.pack_into(buffer, STEP_AT, self.step)
         FIXED.pack_into(buffer, 0, MAGIC, os.getpid(), rank, records, start_ticks())
+        self._buffer, self.records = buffer, records
+        self._bind(buffer, records, threading.main_thread().ident or 0)
 
-    def _add_calls(self, counted: tuple[int, int]) -> int:
-        at = CALLS_AT + len(self._calls_at) * CALLS.size
-        if at + CALLS.size > HEADER_BYTES:
-            return 0
-        CALLS.pack_into(self._buffer, at, *counted, 0)
-        self._calls_at[counted] = at
-        return at
+    # --- what the native part asks ---
 
     def _add_name(self, text: str) -> int:
         data = text.encode()[:60_000]
@@ -330,62 +175,12 @@ class Recorder:
             self._names[text] = at
             return at
 
-
-class Open:
-    """A span under way. ``put``: what is known of it only later."""
-
-    __slots__ = ("_recorder", "begin_ns", "buffer", "group", "index", "kind", "layer", "name", "nbytes", "peer")
-
-    def __init__(
-        self, recorder: Recorder, kind: Kind, name: str, layer: str, group: int, peer: int, nbytes: int
-    ) -> None:
-        self._recorder, self.kind, self.name, self.layer = recorder, kind, name, layer
-        self.group, self.peer, self.nbytes = group, peer, nbytes
-        self.index, self.begin_ns = -1, 0
-        self.buffer: memoryview | None = None
-
-    def __enter__(self) -> Self:
-        if self._recorder.enabled:
-            self._recorder._begin(self)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self.index >= 0:
-            self._recorder._end(self)
-
-    def put_rows(self, rows: Sequence[int], nbytes: int) -> None:
-        """Rows that came for each of this rank's experts, and the bytes that this rank sent."""
-        self.nbytes = nbytes
-        if self.index >= 0:
-            self._recorder._put_rows(self, rows)
-
-    def put(
-        self, *, name: str | None = None, layer: str | None = None, peer: int | None = None, nbytes: int | None = None
-    ) -> None:
-        """What it turned out to be; the micro-batch becomes that of now."""
-        self.name = self.name if name is None else name
-        self.layer = self.layer if layer is None else layer
-        self.peer = self.peer if peer is None else peer
-        self.nbytes = self.nbytes if nbytes is None else nbytes
-        if self.index >= 0:
-            self._recorder._put(self)
-
-    def put_device(self, begin_ns: int, end_ns: int) -> None:
-        """When the work began and ended on a GPU, on the host's clock; may be known long after the span ended."""
-        if self.index >= 0:
-            self._recorder._put_device(self, begin_ns, end_ns)
+    def _is_aside(self) -> bool:
+        """Whether this thread was started by Python: what it does is beside the main one, which does not wait."""
+        return not isinstance(threading.current_thread(), threading._DummyThread)
 
 
-_ON_HOST: Final = frozenset({Kind.DATA, Kind.CHECKPOINT, Kind.PAUSE, Kind.MARK})
-"""Kinds of spans that queue no work on a device."""
-
-
-def _is_aside() -> bool:
-    """Whether this thread was started by Python: what it does is beside the main one, which does not wait for it."""
-    return not isinstance(threading.current_thread(), threading._DummyThread)
-
-
-EVENTS = Recorder()
+EVENTS: Final = Recorder()
 """This process's."""
 
 
@@ -397,7 +192,7 @@ class moving:
     def __init__(
         self, kind: Kind, name: str, *, layer: str = "", group: int = NO_NAME, peer: int = -1, nbytes: int = 0
     ) -> None:
-        self._open = Open(EVENTS, kind, name, layer, group, peer, nbytes)
+        self._open = EVENTS.span(kind, name, layer=layer, group=group, peer=peer, nbytes=nbytes)
 
     def __enter__(self) -> Open:
         COMMUNICATION.__enter__()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -229,6 +232,55 @@ def test_a_recorder_that_is_off_writes_nothing() -> None:
         span.put_rows([1], 1)
         span.put(name="other")
     assert read_spans(recorder.region) == [] and recorder.take().rows == 0
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        ({"kind": 99}, ValueError),
+        ({"kind": "dispatch"}, TypeError),
+        ({"name": 3}, TypeError),
+        ({"layer": b"layers.0"}, TypeError),
+        ({"group": "0,1"}, TypeError),
+        ({"nbytes": 1.5}, TypeError),
+        ({"nbytes": 1 << 70}, OverflowError),
+        ({"bytes": 1}, TypeError),
+    ],
+)
+def test_what_no_span_can_be_is_refused(said: dict[str, Any], error: type[Exception]) -> None:
+    recorder = fresh()
+    given = {"kind": Kind.DISPATCH, "name": "dispatch", **said}
+    with pytest.raises(error):
+        recorder.span(given.pop("kind"), given.pop("name"), **given)
+    with recorder.span(Kind.DISPATCH, "dispatch") as span:
+        with pytest.raises(TypeError):
+            span.put_rows(3, 1)  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            span.put(name=3)  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            span.put(kind=3)  # type: ignore[call-arg]
+    (found,) = read_spans(recorder.region)
+    assert (found.name, found.rows, found.open) == ("dispatch", (), False)
+
+
+def test_spans_and_recorders_leave_nothing_behind() -> None:
+    region = memoryview(bytearray(region_bytes(8)))
+    recorder = Recorder(8)
+    recorder.attach(region, 0, 8)
+    name = "a name of " + str(region.nbytes)
+    before = sys.getrefcount(name)
+    for _ in range(100):
+        with recorder.span(Kind.DISPATCH, name, layer=name) as span:
+            span.put(name=name, layer="x")
+            span.put_rows([1, 2], 3)
+    del span
+    assert sys.getrefcount(name) == before + 1, "the table of names holds it"
+    kept = weakref.ref(recorder)
+    recorder.device = [recorder]  # a cycle
+    del recorder
+    gc.collect()
+    assert kept() is None
+    region.release()
 
 
 def test_an_exception_ends_a_span() -> None:
