@@ -13,7 +13,7 @@ from moe_comm.observe.diagnose import Finding, Limits, diagnose
 from moe_comm.observe.records import FaultRecord
 from moe_comm.observe.window import Window, read_window
 
-HELD_UP = {"stuck": "hang", "died": "death"}
+HELD_UP = {"stuck": "hang", "died": "death", "unreachable": "unreachable"}
 
 
 @dataclass(frozen=True)

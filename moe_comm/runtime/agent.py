@@ -154,6 +154,8 @@ def _from_record(rank: int, record: dict[str, Any]) -> MoeCommError:
 def _from_exit(rank: int, failure: Any, noticed: str) -> RankFailed:
     """noticed: what the ranks had found out; one that was stuck was killed by them."""
     who = f"rank {rank} (pid {failure.pid})"
+    if failure.exitcode == ENDED_BY_WATCH:
+        return RankFailed(f"{who} ended itself: a rank that it waited for was lost; the report is in the run's folder")
     if failure.exitcode >= 0:
         return RankFailed(f"{who} ended with exit code {failure.exitcode}")
     hint = "; was it out of memory?" if failure.exitcode == -signal.SIGKILL and "stuck" not in noticed else ""

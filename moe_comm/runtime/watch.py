@@ -41,7 +41,7 @@ from moe_comm.runtime.board import Board, Phase, Texts, group_texts
 from moe_comm.runtime.event_layout import ACTIVE_AT, BEAT_AT, LONG
 from moe_comm.runtime.event_reader import read_spans
 from moe_comm.runtime.events import EVENTS
-from moe_comm.runtime.watch_graph import View, analyse
+from moe_comm.runtime.watch_graph import View, analyse, cut_off
 from moe_comm.runtime.watch_hosts import HostBeats
 from moe_comm.runtime.watch_notice import Notices
 from moe_comm.runtime.watch_pace import EARLY, POLL_S, Pace, WatchOptions
@@ -91,7 +91,8 @@ class Watcher:
         self._notices = Notices(board, options, folder, on_fault, self._leads)
         if store is not None:
             number = next(n for n, ranks in enumerate(board.hosts) if board.rank in ranks)
-            self._hosts = HostBeats(store, number, board.hosts, self._views, self._leads, options.stuck_s)
+            members = [View(member.rank, host=member.label, pid=member.pid) for member in board.members]
+            self._hosts = HostBeats(store, number, board.hosts, self._views, self._leads, options.stuck_s, members)
         self._thread = threading.Thread(target=self._run, name="moe_comm-watch", daemon=True)
 
     @classmethod
@@ -280,6 +281,8 @@ class Watcher:
         if self._hosts is not None:
             views += self._hosts.others()
         verdict = analyse(views)
+        if verdict is None and self._hosts is not None and (mute_s := self._hosts.mute_s) >= self._hosts.cut_s:
+            verdict = cut_off(views, self.board.here, mute_s, self._hosts.cut_s)
         if verdict is None:
             self._suspected_ns = 0
             return
@@ -297,6 +300,7 @@ class Watcher:
         self._reported |= active
         end = self.options.end and verdict.kind == "stuck"
         end = end and not any(view.fate == "left" for view in views if view.rank in verdict.ranks)
+        stops = end or verdict.kind in ("died", "error") or (verdict.kind == "unreachable" and self.options.end)
         stacks = {}
         if verdict.kind == "stuck":
             stacks = {rank: self.board.stacks(rank, STACKS_S, resume=end) for rank in here}
@@ -309,7 +313,7 @@ class Watcher:
             ranks=verdict.ranks,
             what=verdict.what,
             step=verdict.step,
-            action="stop" if end or verdict.kind != "stuck" else "none",
+            action="stop" if stops else "none",
             healthy_ns=now - int((verdict.silent_s + starved) * 1e9),
             report=describe(verdict, views, stacks) + self._own_events(now),
         )

@@ -10,14 +10,15 @@ Nothing here looks at processes or clocks: ``analyse`` is a function of what is 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from moe_comm.runtime.event_layout import Kind
 
-Fate = Literal["alive", "stopped", "traced", "ended", "left", "failed", "caught"]
-"""Of a rank's process: runs; is stopped; is held by a debugger; is gone; is done and no more watched; left with an
-error of its own; left with one that another rank gave it."""
+Fate = Literal["alive", "stopped", "traced", "ended", "unreachable", "left", "failed", "caught"]
+"""Of a rank's process: runs; is stopped; is held by a debugger; is gone; may run on a host that is not heard; is done
+and no more watched; left with an error of its own; left with one that another rank gave it."""
+VerdictKind = Literal["died", "unreachable", "stuck", "error"]
 PATIENT_KINDS = frozenset({Kind.DATA, Kind.CHECKPOINT, Kind.PAUSE})
 """What takes as long as disks do, and is no sign of a stuck rank."""
 
@@ -88,10 +89,10 @@ class View:
 
 @dataclass(frozen=True)
 class Verdict:
-    """kind: "died", "stuck" or "error". ranks: the culprits. what: a sentence. edges: the ranks that each one waits
-    for. silent_s: how long ago the first culprit last gave a sign of health."""
+    """ranks: the culprits, or those that are out of reach. what: a sentence. edges: the ranks that each one waits for.
+    silent_s: how long ago the first of ``ranks`` last gave a sign of health."""
 
-    kind: Literal["died", "stuck", "error"]
+    kind: VerdictKind
     ranks: tuple[int, ...]
     what: str
     step: int
@@ -107,6 +108,11 @@ def analyse(views: Sequence[View]) -> Verdict | None:
     died = [view for view in views if view.fate == "ended"]
     if died:
         return _verdict("died", died, f"{_who(died)} died", edges)
+    lost = [view for view in views if view.fate == "unreachable"]
+    if lost:
+        why = f"{lost[0].words}; it is down, or the link to it" if lost[0].words else "the host or its link is down"
+        step = max(view.step for view in views)  # what was last heard of them may be old
+        return replace(_verdict("unreachable", lost, f"{_who(lost)} cannot be reached: {why}", edges), step=step)
     failed = sorted((view for view in views if view.fate == "failed"), key=lambda view: -view.left_s)
     if failed and (failed[0].rank in waited or any(view.fate == "caught" for view in views)):
         first = failed[:1]
@@ -124,6 +130,32 @@ def analyse(views: Sequence[View]) -> Verdict | None:
             places = "; ".join(f"rank {view.rank} in {view.wait}" for view in ring)
             return _verdict("stuck", ring, f"ranks wait for each other in different operations: {places}", edges)
     return None
+
+
+def cut_off(views: Sequence[View], here: Sequence[int], mute_s: float, long_s: float) -> Verdict | None:
+    """That the host of the ranks ``here`` is cut off, where one of them has waited for ranks of other hosts for
+    ``long_s`` and for longer than its patience; else None.
+
+    Args:
+        views: those of other hosts as last heard.
+        mute_s: for how long the store that joins the hosts has not answered this one.
+    """
+    edges = waits(views)
+    own = [view for view in views if view.rank in here]
+
+    def beyond(view: View) -> bool:
+        wait = view.wait
+        waited = edges.get(view.rank, ()) if wait is None else wait.group if wait.peer < 0 else (wait.peer,)
+        return any(rank not in here for rank in waited)
+
+    long = [view for view in own if view.fate == "alive" and view.silent_s >= max(long_s, view.patience_s)]
+    if not any(beyond(view) and not view.is_patient for view in long):
+        return None
+    what = (
+        f"{_who(own)}: their host is cut off from the others: the process group's store has not answered it for "
+        f"{mute_s:.1f} s; its link is down, or the host that keeps the store"
+    )
+    return Verdict("unreachable", tuple(view.rank for view in own), what, long[0].step, mute_s, edges)
 
 
 def waits(views: Sequence[View]) -> dict[int, tuple[int, ...]]:
@@ -230,9 +262,7 @@ def _rings(by_rank: Mapping[int, View], edges: Mapping[int, tuple[int, ...]]) ->
     return found
 
 
-def _verdict(
-    kind: Literal["died", "stuck", "error"], views: Sequence[View], what: str, edges: Mapping[int, tuple[int, ...]]
-) -> Verdict:
+def _verdict(kind: VerdictKind, views: Sequence[View], what: str, edges: Mapping[int, tuple[int, ...]]) -> Verdict:
     first = views[0]
     silent = first.silent_s
     if kind == "died" or first.fate == "stopped":

@@ -4,6 +4,10 @@
     host 1, its lead ──set──▶        moe_comm/watch/<session>/1
               all ◀──multi_get──     those of the other hosts
 
+A host that says nothing may be down, or only the link to it: its ranks are unreachable, and nobody says that they have
+died. The host at the other end of such a link hears no store; it is cut off, and its ranks that wait for others learn
+of it later than those, since a store may also be silent because who keeps it is stopped, which its own host ends.
+
 It goes over a connection of its own on a thread of its own: the main thread may wait in the store for minutes.
 """
 
@@ -24,6 +28,8 @@ from moe_comm.runtime.watch_report import views_from_json, views_to_json
 PERIOD_S = 0.25
 FREE_HOSTS = 16
 """With more, the period grows with their number: each reads what all others say."""
+ENDING_S = 2.0
+"""A rank that was stopped and keeps the store is ended by its host within ``gone_s`` and about so long."""
 
 
 @dataclass
@@ -46,7 +52,8 @@ class HostBeats:
     """This host among the others.
 
     number: which host this is, from 0. first: a rank of each host. views: of this host's ranks. leads: whether this
-    rank speaks for its host now. gone_s: a host without beats for this long is gone.
+    rank speaks for its host now. gone_s: a host without beats for this long is gone. members: how every rank is named
+    before its host has said anything.
     """
 
     def __init__(
@@ -57,13 +64,19 @@ class HostBeats:
         views: Callable[[], list[View]],
         leads: Callable[[], bool],
         gone_s: float,
+        members: Sequence[View],
     ) -> None:
         self._store = store
         self._number, self._hosts = number, hosts
         self._views, self._leads, self._gone_s = views, leads, gone_s
         self._notice = ""
-        self._heard_s = 0.0
-        self._known: dict[int, _Host] = {}
+        self._heard_s = self._asked_s = 0.0
+        names = {view.rank: view for view in members}
+        self._known = {
+            other: _Host(0, 0.0, [names[rank] for rank in ranks])
+            for other, ranks in enumerate(hosts)
+            if other != number
+        }
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="moe_comm-watch-hosts", daemon=True)
@@ -89,30 +102,46 @@ class HostBeats:
         with self._lock:
             return {number: host.notice for number, host in self._known.items() if host.notice}
 
+    @property
+    def mute_s(self) -> float:
+        """For how long the store has not answered this rank, which asks it all the time."""
+        asked = self._asked_s
+        return time.monotonic() - asked if asked else 0.0
+
+    @property
+    def cut_s(self) -> float:
+        """After so long without the store this host is cut off, if its ranks wait for others."""
+        return 2 * self._gone_s + ENDING_S
+
     def is_odd(self) -> bool:
         """A quick look whether there is something to judge on other hosts."""
+        if self.mute_s >= self.cut_s:
+            return True
         with self._lock:
             hosts = list(self._known.values())
             return any(host.is_odd or (self._age_s(host) >= self._gone_s and not host.has_left) for host in hosts)
 
     def others(self) -> list[View]:
-        """Ranks of other hosts as far as known. Those of a host without beats have ended with it."""
+        """Ranks of other hosts as far as known. Those of a host without beats are unreachable."""
         found: list[View] = []
         with self._lock:
-            for number, host in self._known.items():
+            for host in self._known.values():
                 age = self._age_s(host)
                 if age < self._gone_s:
+                    # That a host is not heard for longer than usual does not make its ranks stuck.
+                    more = min(age, 2 * self.period_s)
+                    views = host.views if host.beat else []
                     found += [
-                        replace(view, silent_s=view.silent_s + age, unbeaten_s=view.unbeaten_s + age)
-                        for view in host.views
+                        replace(view, silent_s=view.silent_s + more, unbeaten_s=view.unbeaten_s + more)
+                        for view in views
                     ]
                 elif not host.has_left:
-                    words = f"nothing was heard of its host for {age:.1f} s"
-                    known = {view.rank: view for view in host.views}
+                    words = f"nothing was heard of {host.views[0].host} for {age:.1f} s"
                     found += [
-                        replace(known[rank], fate="ended", words=words, silent_s=age, unbeaten_s=age)
-                        for rank in self._hosts[number]
-                        if rank in known
+                        replace(view, fate="unreachable", words=words, silent_s=age, unbeaten_s=age)
+                        if view.fate in ("alive", "stopped", "traced")
+                        else view
+                        for view in host.views
                     ]
         return found
 
@@ -129,7 +158,9 @@ class HostBeats:
         while not self._done.wait(self.period_s):
             try:
                 if self._leads():
+                    self._asked_s = self._asked_s or time.monotonic()
                     self._exchange(others)
+                self._asked_s = 0.0
             except Exception:  # whoever kept the store may have died, or the process is ending
                 pass
         with contextlib.suppress(Exception):
@@ -149,7 +180,7 @@ class HostBeats:
         now = time.monotonic()
         with self._lock:
             # The store was slow, or this process not run: others may have been kept from speaking as well.
-            deaf_s = max(0.0, now - self._heard_s - 2 * self.period_s)
+            deaf_s = max(0.0, now - self._heard_s - 2 * self.period_s) if self._heard_s else now
             self._heard_s = now
             for host in self._known.values():
                 host.changed_s = min(now, host.changed_s + deaf_s)
@@ -157,7 +188,6 @@ class HostBeats:
                 if not answer:
                     continue
                 told = json.loads(answer)
-                known = self._known.get(number)
-                if known is None or known.beat < told["beat"]:
+                if self._known[number].beat < told["beat"]:
                     views = views_from_json(told["views"])
                     self._known[number] = _Host(told["beat"], now, views, told["notice"])

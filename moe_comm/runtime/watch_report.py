@@ -21,7 +21,9 @@ CUT_MARGIN = 1024
 class Fault:
     """Something that the ranks noticed. It is the same on every rank, but for what is said otherwise.
 
-    kind: "died", "stuck" or "error". ranks: the culprits. what: a sentence. action: "stop", the ranks end, or "none".
+    kind: "died", "unreachable", "stuck" or "error". ranks: the culprits, and not more than out of reach if
+    "unreachable": of the host that is not heard or, as that host itself tells it, of the one that is cut off. what: a
+    sentence. action: "stop", the ranks end, or "none".
     healthy_ns: when the culprit last gave a sign of health, and noticed_s: until all ranks of the host where it was
     found out knew; this host's CLOCK_MONOTONIC; NaN but on the rank that speaks for all. report: the text for people.
     path: of this rank's file with it. speaks: whether this rank is the one that speaks for all.
@@ -77,6 +79,9 @@ def last_events(spans: Mapping[int, Iterable[Span]], now_ns: int) -> str:
 def _line(view: View, verdict: Verdict) -> str:
     targets = verdict.edges.get(view.rank, ())
     inside = f" in {view.wait or view.doing[-1]}" if view.doing else ""
+    if verdict.kind == "unreachable" and view.rank in verdict.ranks:
+        how = f"cannot be reached, {view.words}" if view.fate == "unreachable" else f"is cut off, {view.fate}"
+        return f"rank {view.rank}  {how}, last{inside or ' between operations'}"
     if view.rank in verdict.ranks:
         after = f", {view.words}" if view.words else ""
         return f"rank {view.rank}  is the culprit: {view.fate}{after}, last{inside or ' between operations'}"

@@ -367,6 +367,8 @@ def leave_record(folder: Path, rank: int, kind: str, message: str) -> None:
 
 
 def test_a_rank_that_gave_up_waiting_is_never_the_cause(tmp_path: Path) -> None:
+    alone = {0: Ended(agent.ENDED_BY_WATCH)}
+    assert "rank 0 (pid 7) ended itself: a rank that it waited for was lost" in str(agent._cause(alone, tmp_path))
     failures = {0: Ended(agent.ENDED_BY_WATCH), 1: Ended(-signal.SIGSEGV)}
     assert "rank 1 (pid 7) was killed by SIGSEGV" in str(agent._cause(failures, tmp_path))
     leave_record(tmp_path, 1, "PeerDied", "rank 2 is gone")

@@ -287,6 +287,7 @@ class Elsewhere:
 
     def __init__(self) -> None:
         self.stuck = True
+        self.mute_s, self.cut_s = 0.0, 5.0
         self.told: list[str] = []
 
     def others(self) -> list[View]:
@@ -311,6 +312,26 @@ def test_each_suspicion_of_another_host_gets_its_time_and_is_told_once(alone: Bo
     for later in range(112, 120):
         watch._judge(later * second)
     assert len(elsewhere.told) == 1
+
+
+class Silent(Elsewhere):
+    """A host that is not heard."""
+
+    def others(self) -> list[View]:
+        return [replace(at_work(1, 60.0), fate="unreachable"), waiting(0, (0, 1), 7)]
+
+
+@pytest.mark.parametrize(("end", "action"), [(True, "stop"), (False, "none")])
+def test_ranks_end_for_a_host_that_is_not_heard_if_they_may(
+    alone: Board, tmp_path: Path, end: bool, action: str
+) -> None:
+    watch = Watcher(alone, replace(OPTIONS, end=end), tmp_path)
+    silent = Silent()
+    watch._hosts = silent  # type: ignore[assignment]
+    for second in range(100, 104):
+        watch._judge(second * 1_000_000_000)
+    (told,) = map(json.loads, silent.told)
+    assert (told["kind"], told["ranks"], told["action"], told["victims"]) == ("unreachable", [1], action, [])
 
 
 def test_ranks_that_are_watched_record_what_they_do(pool2: RankPool, tmp_path: Path) -> None:

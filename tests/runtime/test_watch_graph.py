@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moe_comm.runtime.event_layout import Kind
-from moe_comm.runtime.watch_graph import Doing, Verdict, View, analyse, waits
+from moe_comm.runtime.watch_graph import Doing, Verdict, View, analyse, cut_off, waits
 from moe_comm.runtime.watch_report import describe, main_first, views_from_json, views_to_json
 
 WORLD = (0, 1, 2, 3)
@@ -164,3 +164,41 @@ def test_the_report_names_operation_layer_micro_batch_and_step() -> None:
     assert "rank 1  is the culprit" in text
     assert text.index("Thread 1") < text.index("Thread 2")
     assert main_first("T\n  moe_comm/runtime/watch.py\n\nmain") == "main"
+
+
+def test_ranks_of_a_host_that_is_not_heard_are_unreachable_and_come_after_those_that_died() -> None:
+    lost = [replace(at_work(rank, 2.0), fate="unreachable", words="nothing was heard") for rank in (2, 3)]
+    here = [replace(waiting(rank, (0, 1, 2, 3), 7), step=9) for rank in (0, 1)]
+    verdict = analyse([*here, *lost])
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks, verdict.step) == ("unreachable", (2, 3), 9)
+    assert "nothing was heard; it is down, or the link to it" in verdict.what
+    text = describe(verdict, [*here, *lost], {})
+    assert "rank 2  cannot be reached" in text and "culprit" not in text
+    assert culprits(*here, lost[0], View(3, fate="ended")) == (3,)
+
+
+def test_a_host_is_cut_off_when_it_waits_for_others_and_its_store_does_not_answer() -> None:
+    others = [waiting(0, (0, 1, 2, 3), 6, 0.2), waiting(1, (0, 1, 2, 3), 6, 0.2)]
+    stuck, fine = waiting(2, (0, 1, 2, 3), 7, 12.5), at_work(3, 0.1)
+    verdict = cut_off([stuck, fine, *others], (2, 3), 13.0, 12.0)
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks) == ("unreachable", (2, 3))
+    assert "is cut off, alive" in describe(verdict, [stuck, fine, *others], {})
+    gpu = replace(at_work(2, 12.5), doing=(), calls={((0, 2), Kind.COLLECTIVE): 5})
+    assert cut_off([gpu, fine, *others], (2, 3), 13.0, 12.0) is not None
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        waiting(2, (0, 1, 2, 3), 7, 11.0),
+        waiting(2, (2, 3), 7, 60.0),
+        at_work(2, 60.0),
+        replace(waiting(2, (0, 1, 2, 3), 7, 60.0), patience_s=300.0),
+        replace(waiting(2, (0, 1, 2, 3), 7, 60.0), fate="left"),
+    ],
+    ids=["not for long", "among themselves", "for nobody", "with patience", "that has left"],
+)
+def test_a_host_that_waits_otherwise_is_not_cut_off(view: View) -> None:
+    assert cut_off([view, at_work(3, 0.1), at_work(0, 0.1), at_work(1, 0.1)], (2, 3), 60.0, 12.0) is None
