@@ -101,18 +101,6 @@ def damage(path: Path, kind: str, chance: random.Random) -> None:
         path.write_bytes(content)
 
 
-def folder_before(run: Path, name: str) -> Path | None:
-    """The run folder of this name that was begun just before ``run``, if that run did not finish."""
-    older = [path for path in run.parent.glob(f"{name}-*") if path != run and (path / "config.resolved.toml").exists()]
-    if not older:
-        return None
-    newest = max(older, key=lambda path: (path / "config.resolved.toml").stat().st_mtime_ns)
-    with contextlib.suppress(OSError, ValueError):
-        if json.loads((newest / "result.json").read_text()).get("status") == "finished":
-            return None
-    return newest
-
-
 def check_link() -> str:
     """Whether this rank's host has a link of its own that may be slowed.
 

@@ -23,6 +23,7 @@ from moe_comm.observe.faults import DAMAGE, Due, Injection, Plan, read_injection
 from moe_comm.observe.records import INJECTED, LineWriter
 from moe_comm.observe.survival import PROGRESS, next_attempt
 from moe_comm.train import harm
+from moe_comm.train.attempts import folder_before
 from moe_comm.train.checkpoint import files
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.hooks import StepHook
@@ -270,6 +271,6 @@ class Injector(StepHook):
         """A run that was started again before it had saved anything has a new folder: what happened has happened."""
         if config.checkpoint.resume != "auto" or self._path.exists():
             return
-        earlier = harm.folder_before(run, config.run.name)
+        earlier = folder_before(run, config.run.name)
         if earlier is not None and (earlier / INJECTED).exists():
             self._path.write_bytes((earlier / INJECTED).read_bytes())

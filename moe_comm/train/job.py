@@ -23,13 +23,13 @@ from moe_comm.layers.config import TransformerConfig
 from moe_comm.layers.flops import count_model
 from moe_comm.observe.effective import effective_time
 from moe_comm.observe.rank_log import dump
-from moe_comm.observe.records import FAULTS, LOADS, FaultRecord, append
+from moe_comm.observe.records import FAULTS, LOADS, METRICS, FaultRecord, append
 from moe_comm.runtime.events import EVENTS
 from moe_comm.runtime.gemm import gemm_flops
 from moe_comm.runtime.kept import KeptMemory
 from moe_comm.topology import FoldedMesh
 from moe_comm.train import config as configuration
-from moe_comm.train.attempts import AttemptLog
+from moe_comm.train.attempts import AttemptLog, carry_over
 from moe_comm.train.build import DTYPES, architecture_of, build
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.corpus import Corpus, Statistics, prepare_all
@@ -39,6 +39,7 @@ from moe_comm.train.going_on import go_on
 from moe_comm.train.hooks import StepHook
 from moe_comm.train.kept_state import kept_runs, open_kept
 from moe_comm.train.metrics import JsonlSink, LoadsSink, MetricsSink, TensorBoardSink
+from moe_comm.train.patient_sink import PatientSink
 from moe_comm.train.pauses import PlannedCollections
 from moe_comm.train.peer_memory import PeerMemory
 from moe_comm.train.progress import Progress, make_progress
@@ -150,14 +151,26 @@ def _train(
         if config.checkpoint.resume != "no":
             first_step, source = go_on(saver, folder.checkpoints, ranks, progress.say, passed_over.append)
         hosts = ranks.texts(socket.gethostname())
-        attempts = AttemptLog(folder.path, machinery.mesh, first_step, source, hosts) if ranks.is_first else None
+        attempts = None
+        if ranks.is_first:
+            begins_again = config.checkpoint.resume == "auto" and source == "fresh"
+            earlier = carry_over(folder.path, config.run.name) if begins_again else None
+            attempts = AttemptLog(folder.path, machinery.mesh, first_step, source, hosts, earlier)
+
+        def noticed(record: FaultRecord) -> None:
+            if attempts is not None:
+                append(folder.path / FAULTS, replace(record, attempt=attempts.attempt.number))
+
         if ranks.is_first:
             corpus.save_tokenizer(folder.tokenizer)
             series, every = config.observe.series, config.observe.every
-            sinks.append(JsonlSink(folder.path / "metrics.jsonl", first_step, series))
-            sinks.append(TensorBoardSink(folder.path / "tensorboard", first_step, series))
+            made: dict[str, MetricsSink] = {
+                METRICS: JsonlSink(folder.path / METRICS, first_step, series),
+                "tensorboard": TensorBoardSink(folder.path / "tensorboard", first_step, series),
+            }
             if every:
-                sinks.append(LoadsSink(folder.path / LOADS, every, first_step))
+                made[LOADS] = LoadsSink(folder.path / LOADS, every, first_step)
+            sinks += [PatientSink(sink, name, progress.say, noticed) for name, sink in made.items()]
         for sink in sinks:
             stack.callback(sink.close)
         feed = CorpusFeed(corpus, machinery.mesh, config.parallel.context, config.data.micro_batches, config.run.steps)
@@ -177,10 +190,6 @@ def _train(
             hooks.append(Injector(config, machinery.stages, corpus, saver, ranks, folder.path))
         if watch is not None:
             hooks.append(StepEnds(watch))
-
-        def noticed(record: FaultRecord) -> None:
-            if attempts is not None:
-                append(folder.path / FAULTS, replace(record, attempt=attempts.attempt.number))
 
         for record in passed_over:
             noticed(record)

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 from moe_comm.observe.effective import EffectiveTime, effective_time
-from moe_comm.observe.records import ATTEMPTS, METRICS, Attempt, append
+from moe_comm.observe.records import ATTEMPTS, METRICS, Attempt, append, read_lines
 from moe_comm.topology import FoldedMesh, ParallelConfig
-from moe_comm.train.attempts import AttemptLog
+from moe_comm.train.attempts import AttemptLog, carry_over
 
 
 def _step(step: int, total: float, checkpoint: float = 0.0, skipped: str = "") -> str:
@@ -93,6 +93,53 @@ def test_an_attempt_says_what_the_one_before_it_lost(tmp_path: Path) -> None:
     second = AttemptLog(tmp_path, mesh, 2, "peer memory", ["a"]).attempt
     assert (first.attempt.number, second.number, second.first_step) == (0, 1, 3)
     assert (second.last_s, second.lost_steps, second.lost_s) == (1234.0, 2, 3.5)
+
+
+def _folder(parent: Path, name: str, number: int) -> Path:
+    """A run's folder, begun after those with lower numbers."""
+    folder = parent / f"{name}-20260101-{number:06d}"
+    folder.mkdir()
+    settings = folder / "config.resolved.toml"
+    settings.touch()
+    os.utime(settings, (1000.0 + number, 1000.0 + number))
+    return folder
+
+
+def test_a_run_that_begins_again_in_a_new_folder_keeps_its_first_start(tmp_path: Path) -> None:
+    """Twice: the second one dies before its first step."""
+    mesh = FoldedMesh(ParallelConfig())
+    first, second = (_folder(tmp_path, "run", number) for number in (1, 2))
+    _folder(tmp_path, "run-b", 4)
+    _write(first, [_attempt(0, 100.0, 110.0)], [_step(1, 5.0), _step(2, 6.0)])
+    os.utime(first / METRICS, (130.0, 130.0))
+    earlier = carry_over(second, "run")
+    assert earlier == first
+    log = AttemptLog(second, mesh, 0, "fresh", ["a"], earlier).attempt
+    assert (log.number, log.first_step, log.last_s, log.lost_steps, log.lost_s) == (1, 1, 130.0, 2, 11.0)
+    (first / "result.json").write_text('{"status": "failed"}')
+    third = _folder(tmp_path, "run", 3)
+    assert carry_over(third, "run") == second
+    AttemptLog(third, mesh, 0, "fresh", ["a"], second).before_step(1)
+    starts = list(read_lines(third / ATTEMPTS, Attempt))
+    assert [one.number for one in starts] == [0, 1] and starts[0].started_s == 100.0
+    (third / METRICS).write_text(f"{_step(1, 4.0)}\n")
+    found = effective_time(third, starts[1].ready_s + 4.0)
+    assert found is not None and (found.attempts, found.steps, found.productive_s) == (2, 1, 4.0)
+    assert found.wall_s == starts[1].ready_s + 4.0 - 100.0
+    assert abs(found.start_s + found.restart_s + found.productive_s - found.wall_s) < 1e-3
+    assert carry_over(third, "run") is None, "it has its own by now"
+    assert carry_over(_folder(tmp_path, "other", 5), "other") is None
+
+
+def test_neither_a_finished_run_nor_a_damaged_list_of_starts_is_carried_over(tmp_path: Path) -> None:
+    first, second = (_folder(tmp_path, "run", number) for number in (1, 2))
+    _write(first, [_attempt(0, 100.0, 110.0)], [])
+    (first / "result.json").write_text('{"status": "finished"}')
+    assert carry_over(second, "run") is None
+    (first / "result.json").unlink()
+    (first / ATTEMPTS).write_text("no JSON\n")
+    assert carry_over(second, "run") is None
+    assert not (second / ATTEMPTS).exists()
 
 
 def test_a_process_knows_when_it_started() -> None:

@@ -143,6 +143,9 @@ def test_a_run_that_had_saved_nothing_does_not_meet_its_fault_again(pool2: RankP
     found = answers(folders[-1])
     assert [(one.injection.kind, one.injection.attempt) for one in found] == [("raise_forward", 0)] * 2
     assert all(one.recovered_s > 0 for one in found), "the run in the new folder is past it"
+    starts, (first,) = (list(read_lines(folder / ATTEMPTS, Attempt)) for folder in reversed(folders))
+    assert [one.number for one in starts] == [0, 1] and starts[0] == first, "its clock runs since its first start"
+    assert (starts[1].lost_steps, starts[1].source) == (1, "fresh")
     ends = pool2.run(_run, faults, timeout=60)
     assert all("raise_forward" in end for end in ends), "a new run is not that one"
 
