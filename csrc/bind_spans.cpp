@@ -33,12 +33,11 @@ struct Open {
 
 PyTypeObject* open_type = nullptr;
 PyObject* no_text = nullptr;
-PyObject* const_names[5];  // layer, group, peer, nbytes, name
+PyObject* told_names[5];  // layer, group, peer, nbytes, name: what span() and put() may be told
 
 Recorder* as_recorder(PyObject* self) { return reinterpret_cast<Recorder*>(self); }
 Open* as_open(PyObject* self) { return reinterpret_cast<Open*>(self); }
 PyObject* none() { return Py_NewRef(Py_None); }
-
 // Data, checkpoint, pause and mark queue no work on a device.
 bool on_device(const Open* open) {
   PyObject* device = open->recorder->device;
@@ -75,9 +74,9 @@ bool keywords(PyObject* const* values, PyObject* names, PyObject* found[5]) {
   for (Py_ssize_t n = 0; n < number; ++n) {
     PyObject* name = PyTuple_GET_ITEM(names, n);
     int place = 0;
-    while (place < 5 && name != const_names[place]) ++place;
+    while (place < 5 && name != told_names[place]) ++place;
     for (int other = 0; place == 5 && other < 5; ++other)
-      if (PyUnicode_Compare(name, const_names[other]) == 0) place = other;
+      if (PyUnicode_Compare(name, told_names[other]) == 0) place = other;
     if (place == 5) {
       PyErr_Format(PyExc_TypeError, "unexpected keyword argument %R", name);
       return false;
@@ -388,7 +387,7 @@ PyType_Spec recorder_spec = {"moe_comm._C.SpanRecorder", sizeof(Recorder), 0,
 void bind_spans(pybind11::module_& m) {
   namespace py = pybind11;
   const char* words[5] = {"layer", "group", "peer", "nbytes", "name"};
-  for (int n = 0; n < 5; ++n) const_names[n] = PyUnicode_InternFromString(words[n]);
+  for (int n = 0; n < 5; ++n) told_names[n] = PyUnicode_InternFromString(words[n]);
   no_text = PyUnicode_InternFromString("");
   for (auto [name, spec] : {std::pair{"Open", &open_spec}, std::pair{"SpanRecorder", &recorder_spec}}) {
     py::object type = py::reinterpret_steal<py::object>(PyType_FromSpec(spec));

@@ -10,26 +10,30 @@ runs/<name>-<date>/
 from __future__ import annotations
 
 import json
+import math
 import socket
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, replace
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
-from moe_comm.observe.records import RANKS, SPANS, LineWriter, RankStep, SpanLine, cut_after, open_to_append
-from moe_comm.runtime.event_layout import Kind, Span, Totals, ranks_of
-from moe_comm.runtime.event_reader import read_spans, read_state
+from moe_comm.observe.records import RANKS, SPANS, LineWriter, SpanLine, cut_after, to_json
+from moe_comm.runtime.event_layout import HEAD_AT, LONG, Kind, Span, Totals, ranks_of
+from moe_comm.runtime.event_reader import read_name, read_records, read_rows, read_spans, read_state
 from moe_comm.runtime.events import EVENTS, Recorder
 
 DUMPS = "dumps"
 DUMPED = 200
 """Spans that a dump holds."""
+_KINDS = {int(kind): kind.name.lower() for kind in Kind}
 _skews_ns: dict[int, int] = {}
 """By rank, of those whose log this process writes: dumps are made where the log is not at hand."""
 
 
-@dataclass(frozen=True)
-class StepParts:
+class StepParts(NamedTuple):
     """What is known of a step from elsewhere; as in ``RankStep``, in seconds and bytes."""
 
     begin_s: float
@@ -39,7 +43,7 @@ class StepParts:
     data: float
     checkpoint: float
     memory_bytes: int
-    links: Mapping[int, float] = field(default_factory=dict)
+    links: Mapping[int, float] = MappingProxyType({})
 
 
 class RankLog:
@@ -56,12 +60,14 @@ class RankLog:
     ) -> None:
         self._rank, self._every, self._skew_ns, self._recorder = rank, every, skew_ns, recorder
         _skews_ns[rank] = skew_ns
-        self._host = socket.gethostname()
+        self._who = to_json({"rank": rank, "host": socket.gethostname()})[1:-1]
+        self._others: dict[int, tuple[int, ...]] = {}
         self._wall_ns = wall_minus_monotonic()
-        steps, self._spans = (folder / part / f"rank-{rank:05d}.jsonl" for part in (RANKS, SPANS))
-        for path in (steps, self._spans):
+        steps, self._spans_at = (folder / part / f"rank-{rank:05d}.jsonl" for part in (RANKS, SPANS))
+        for path in (steps, self._spans_at):
             cut_after(path, done)
         self._steps = LineWriter(steps)
+        self._spans: LineWriter | None = None  # from the first ones on
         self._waiting: tuple[int, int] | None = None
 
     def begin(self, step: int) -> None:
@@ -75,26 +81,7 @@ class RankLog:
         """``step`` is over. Its spans are written when the next one begins: saving and evaluation belong to it. Where
         there is a GPU, a step later: until then its times are not known."""
         self._write_waiting()
-        totals = self._recorder.take()
-        self._steps.write(
-            RankStep(
-                step=step,
-                rank=self._rank,
-                host=self._host,
-                begin_s=parts.begin_s,
-                total=parts.total,
-                compute=parts.compute,
-                communication=parts.communication,
-                data=parts.data,
-                checkpoint=parts.checkpoint,
-                memory_bytes=parts.memory_bytes,
-                waits={kind.name.lower(): ns * 1e-9 for kind, ns in totals.ns.items()},
-                sent={kind.name.lower(): nbytes for kind, nbytes in totals.nbytes.items()},
-                peers=self._peers(totals),
-                rows=totals.rows,
-                links={str(rank): seconds for rank, seconds in parts.links.items()},
-            )
-        )
+        self._steps.write_text(self._line(step, parts, self._recorder.take()))
         if self._every and step % self._every == 0:
             self._waiting = (step, self._first)
 
@@ -104,35 +91,92 @@ class RankLog:
             self._recorder.device.poll()
         self._write_waiting()
         self._steps.close()
+        if self._spans is not None:
+            self._spans.close()
 
     def _write_waiting(self) -> None:
         if self._waiting is None:
             return
         step, first = self._waiting
         self._waiting = None
-        room = self._recorder.records
-        every = read_spans(self._recorder.region, room, first)
-        found = [span for span in every if span.step == step and span.end_ns]
-        lines = [SpanLine.of(span, self._wall_ns, self._skew_ns) for span in found]
+        room, region = self._recorder.records, self._recorder.region
+        lines = span_lines(region, self._rank, room, first, step, self._wall_ns, self._skew_ns)
         if (lost := self._head() - room - first) > 0:
-            at = lines[0].begin_ns if lines else time.time_ns()
+            at = json.loads(lines[0])["begin_ns"] if lines else time.time_ns()
             name = f"{lost} earlier spans of this step did not fit; set observe.records to more than {room}"
             mark = Kind.MARK.name.lower()
-            lines.insert(0, SpanLine(self._rank, mark, name, at, at, step, skew_ns=self._skew_ns))
-        _append(self._spans, lines)
+            lines.insert(0, _text(SpanLine(self._rank, mark, name, at, at, step, skew_ns=self._skew_ns)))
+        if self._spans is None:
+            self._spans = LineWriter(self._spans_at)
+        self._spans.write_text("".join(lines))
 
     def _head(self) -> int:
-        state = read_state(self._recorder.region)
-        return 0 if state is None else state.head
+        return int(LONG.unpack_from(self._recorder.region, HEAD_AT)[0])
 
-    def _peers(self, totals: Totals) -> dict[str, int]:
+    def _line(self, step: int, parts: StepParts, totals: Totals) -> str:
+        """A ``RankStep``, with its end. Every step has one, so it is put together from what is ready."""
+        waits = ",".join([f'"{_KINDS[kind]}":{_decimal(ns)}' for kind, ns in totals.ns.items()])
+        sent = ",".join([f'"{_KINDS[kind]}":{nbytes}' for kind, nbytes in totals.nbytes.items()])
+        peers = ",".join([f'"{rank}":{nbytes}' for rank, nbytes in self._peers(totals)])
+        links = to_json({str(rank): seconds for rank, seconds in parts.links.items()}) if parts.links else "{}"
+        return (
+            f'{{"step":{step},{self._who},"begin_s":{_seconds(parts.begin_s)},"total":{_seconds(parts.total)},'
+            f'"compute":{_seconds(parts.compute)},"communication":{_seconds(parts.communication)},'
+            f'"data":{_seconds(parts.data)},"checkpoint":{_seconds(parts.checkpoint)},'
+            f'"memory_bytes":{parts.memory_bytes},"waits":{{{waits}}},"sent":{{{sent}}},"peers":{{{peers}}},'
+            f'"rows":{totals.rows},"links":{links}}}\n'
+        )
+
+    def _peers(self, totals: Totals) -> list[tuple[int, int]]:
         """Bytes to single ranks; what goes to a group of two goes to the other one."""
         found = dict(totals.peers)
         for group, nbytes in totals.groups.items():
-            others = [rank for rank in ranks_of(self._recorder.text(group)) if rank != self._rank]
+            others = self._others.get(group)
+            if others is None:
+                every = ranks_of(self._recorder.text(group))
+                others = self._others[group] = tuple(rank for rank in every if rank != self._rank)
             if len(others) == 1:
                 found[others[0]] = found.get(others[0], 0) + nbytes
-        return {str(rank): nbytes for rank, nbytes in sorted(found.items())}
+        return sorted(found.items())
+
+
+def span_lines(
+    region: memoryview, rank: int, last: int, since: int, step: int, wall_minus_monotonic_ns: int, skew_ns: int = 0
+) -> list[str]:
+    """The lines of the spans of ``step`` that are over, as ``SpanLine`` has them, without what is as it is by default;
+    put together from the records as they stand, since training waits meanwhile. Otherwise as ``read_spans``."""
+    named = cache(lambda at: json.dumps(read_name(region, at)))
+    layered = cache(lambda at: f',"layer":{named(at)}' if read_name(region, at) else "")
+    grouped = cache(lambda at: f',"group":{_listed(ranks)}' if (ranks := ranks_of(read_name(region, at))) else "")
+    start, shift = f'{{"rank":{rank},"kind":"', wall_minus_monotonic_ns
+    end_of_line = f',"skew_ns":{skew_ns}}}\n' if skew_ns else "}\n"
+    lines = []
+    for record in read_records(region, last, since):
+        _, begin, end, on, off, call, nbytes, rows_at, at, micro, kind, thread, name, layer, group, peer, experts = (
+            record
+        )
+        if at != step or not end:
+            continue
+        begin, end = (on, off) if off else (begin, end)
+        line = (
+            f'{start}{_KINDS[kind]}","name":{named(name)},"begin_ns":{begin + shift},"end_ns":{end + shift},'
+            f'"step":{step}'
+        )
+        if micro:
+            line += f',"micro":{micro}'
+        line += layered(layer) + grouped(group)
+        if call:
+            line += f',"call":{call}'
+        if peer != -1:
+            line += f',"peer":{peer}'
+        if nbytes:
+            line += f',"nbytes":{nbytes}'
+        if experts and (rows := read_rows(region, rows_at, experts)):
+            line += f',"rows":{_listed(rows)}'
+        if thread:
+            line += f',"thread":{thread}'
+        lines.append(line + end_of_line)
+    return lines
 
 
 def dump(folder: Path, reason: str, region: memoryview | None = None, *, last: int = DUMPED) -> Path | None:
@@ -152,7 +196,10 @@ def dump(folder: Path, reason: str, region: memoryview | None = None, *, last: i
         path = folder / DUMPS / f"step-{state.step:08d}" / f"rank-{state.rank:05d}.jsonl"
         why = SpanLine(state.rank, Kind.MARK.name.lower(), reason, now + wall_ns, now + wall_ns, state.step)
         lines = [why, *(SpanLine.of(span, wall_ns) for span in _open_first(read_spans(region, last)))]
-        _append(path, [replace(line, skew_ns=_skews_ns.get(state.rank, 0)) for line in lines])
+        skew_ns = _skews_ns.get(state.rank, 0)
+        writer = LineWriter(path)
+        writer.write_text("".join(_text(replace(line, skew_ns=skew_ns)) for line in lines))
+        writer.close()
     except (OSError, ValueError):
         return None
     return path
@@ -167,6 +214,21 @@ def wall_minus_monotonic() -> int:
     return min(found)[1]  # of which nothing came between
 
 
+def _seconds(value: float) -> str:
+    """To the nanosecond: whole numbers are written several times as fast as a float's digits."""
+    if not 0 <= value < math.inf:
+        return repr(value) if math.isfinite(value) else "null"
+    return _decimal(round(value * 1e9))
+
+
+def _decimal(ns: int) -> str:
+    return f"{ns // 10**9}.{ns % 10**9:09d}"
+
+
+def _listed(numbers: tuple[int, ...]) -> str:
+    return f"[{','.join(map(str, numbers))}]"
+
+
 def _open_first(spans: list[Span]) -> list[Span]:
     return sorted(spans, key=lambda span: not span.open)
 
@@ -178,11 +240,7 @@ _DEFAULTS = {
 }
 
 
-def _append(path: Path, lines: Iterable[SpanLine]) -> None:
-    """In one piece, without what is as it is by default: there are many of them."""
-    texts = []
-    for line in lines:
-        values = {k: v for k, v in vars(line).items() if k not in _DEFAULTS or v != _DEFAULTS[k]}
-        texts.append(json.dumps(values, separators=(",", ":")) + "\n")
-    with open_to_append(path) as file:
-        file.write("".join(texts).encode())
+def _text(line: SpanLine) -> str:
+    """Without what is as it is by default: there are many of them."""
+    values = {k: v for k, v in vars(line).items() if k not in _DEFAULTS or v != _DEFAULTS[k]}
+    return json.dumps(values, separators=(",", ":")) + "\n"

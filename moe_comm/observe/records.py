@@ -141,8 +141,8 @@ class Attempt:
 class FaultRecord:
     """Something that went wrong, as it was noticed. time_s: since 1970. ranks: the culprits.
 
-    kind: "died", "stuck", "nonfinite", "spike", "corrupt", "slow", "checkpoint", "error". action: what was done:
-    "restart", "rerun", "skip", "stop", "none". noticed_s: seconds from the last sign of health to the notice.
+    kind: "died", "unreachable", "stuck", "nonfinite", "spike", "corrupt", "slow", "checkpoint", "error". action: what
+    was done: "restart", "rerun", "skip", "stop", "none". noticed_s: seconds from the last sign of health to the notice.
     """
 
     time_s: float
@@ -167,8 +167,12 @@ class LineWriter:
 
     def write(self, line: Any) -> None:
         """What is no number becomes null."""
+        self.write_text(to_json(line) + "\n")
+
+    def write_text(self, text: str) -> None:
+        """Lines of JSON, each with its end."""
         # In one piece: another process may append to the same file.
-        self._file.write((to_json(line) + "\n").encode())
+        self._file.write(text.encode())
 
     def close(self) -> None:
         self._file.close()

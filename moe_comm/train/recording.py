@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -83,7 +84,8 @@ class Recording(StepHook):
 def ensure_region(rank: int, records: int) -> None:
     """Let ``EVENTS`` record as ``rank`` into a ring of ``records``, unless it does (into a board that ranks share)."""
     state = read_state(EVENTS.region)
-    if state is None or state.rank != rank or EVENTS.records < records:
+    # A rank that was forked has its region from the process before it, which others were forked from too.
+    if state is None or (state.rank, state.pid) != (rank, os.getpid()) or EVENTS.records < records:
         EVENTS.attach(memoryview(mmap.mmap(-1, region_bytes(records))), rank, records)
 
 

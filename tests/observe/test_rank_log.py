@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 
 import pytest
 
 from moe_comm.errors import CorruptFile
-from moe_comm.observe.rank_log import RankLog, StepParts, dump, wall_minus_monotonic
+from moe_comm.observe.rank_log import RankLog, StepParts, dump, span_lines, wall_minus_monotonic
 from moe_comm.observe.records import (
     RANKS,
     SPANS,
@@ -22,7 +23,8 @@ from moe_comm.observe.records import (
     read_lines,
     to_json,
 )
-from moe_comm.runtime.event_layout import Kind, region_bytes
+from moe_comm.runtime.event_layout import Kind, Totals, region_bytes
+from moe_comm.runtime.event_reader import read_spans
 from moe_comm.runtime.events import Recorder
 
 FAULT = FaultRecord(2.0, 7, "stuck", [1], "restart", noticed_s=1.0)
@@ -115,6 +117,56 @@ def test_where_there_is_a_gpu_spans_are_written_when_its_times_are_known(tmp_pat
     log.end(3, PARTS)
     assert len(list(read_lines(path, SpanLine))) == 3
     log.close()
+
+
+@pytest.mark.parametrize("skew_ns", [0, -5])
+def test_span_lines_are_the_json_of_what_is_read_back(recorder: Recorder, skew_ns: int) -> None:
+    names = ['a "quoted" \\ name', "two\nlines\r\t\x00\x7f", "Ünïcode 層 🚀 \u2028", "", "</script>", "{}%s"]
+    recorder.at(4)
+    for place in range(300):  # the ring has gone round
+        name = names[place % len(names)]
+        group = recorder.group(((0, 3), (3,), range(0, 8, 2))[place % 3]) if place % 4 else 0
+        recorder.micro = place % 2
+        with recorder.span(Kind.DISPATCH, name, layer=names[place % 5], group=group, peer=place % 3 - 1) as span:
+            if place % 7:
+                span.put_rows(range(place % 5), 8 * (place % 3))
+        if place % 11 == 0:
+            span.put_device(span.begin_ns + 5, span.begin_ns + 9)
+        if place == 290:
+            recorder.at(5)
+    recorder.span(Kind.MARK, "open").__enter__()
+    for step in (4, 5):
+        whole = [span for span in read_spans(recorder.region) if span.step == step and span.end_ns]
+        defaults = vars(SpanLine(0, "", "", 0, 0, 0))
+        every = [vars(SpanLine.of(span, 10**18, skew_ns)) for span in whole]
+        kept = [{k: v for k, v in one.items() if k in list(defaults)[:6] or v != defaults[k]} for one in every]
+        found = span_lines(recorder.region, 3, 256, 0, step, 10**18, skew_ns)
+        assert found == [json.dumps(one, separators=(",", ":")) + "\n" for one in kept] and len(found) > 8
+
+
+def test_a_step_line_is_read_back_to_the_nanosecond(
+    tmp_path: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = 'a "host" \\ é\n'
+    monkeypatch.setattr("socket.gethostname", lambda: host)
+    log = RankLog(tmp_path, 3, recorder=recorder)
+    parts = StepParts(1795301516.351605, 1 / 3, math.nan, 1e-7, 12345.678901234, math.inf, 7, {2: 0.25, 0: 1e-5})
+    totals = Totals({Kind.DISPATCH: 5207971, Kind.COLLECTIVE: 0}, {Kind.DISPATCH: 1 << 40}, {5: 3, 1: 2}, {}, 11)
+    monkeypatch.setattr(recorder, "take", lambda: totals)
+    log.begin(1)
+    log.end(1, parts)
+    log.end(2, StepParts(1.0, 1.0, 0.5, 0.3, 0.1, 0.05, 4096))
+    log.close()
+    found, plain = read_folder(tmp_path / RANKS, RankStep)
+    assert (found.step, found.rank, found.host, found.rows, found.memory_bytes) == (1, 3, host, 11, 7)
+    assert (found.begin_s, found.links) == (parts.begin_s, {"2": 0.25, "0": 1e-5})
+    assert math.isnan(found.compute) and math.isnan(found.checkpoint), "what is no number is null"
+    for value, wanted in ((found.total, 1 / 3), (found.communication, 1e-7), (found.data, 12345.678901234)):
+        assert value == pytest.approx(wanted, rel=0, abs=6e-10)
+    assert found.waits == {"dispatch": 0.005207971, "collective": 0.0} and found.sent == {"dispatch": 1 << 40}
+    assert list(found.peers.items()) == [("1", 2), ("5", 3)]
+    written = [json.loads(line) for line in (tmp_path / RANKS / "rank-00003.jsonl").read_text().splitlines()]
+    assert list(written[0]) == list(vars(plain)) and written[1]["links"] == {}
 
 
 def test_a_run_that_goes_on_writes_no_step_twice(tmp_path: Path, recorder: Recorder) -> None:
