@@ -5,6 +5,7 @@
 #include <array>
 #include <functional>
 #include <memory>
+#include <numeric>
 
 #include "bind_operators.h"
 #include "bind_p2p.h"
@@ -161,10 +162,11 @@ PYBIND11_MODULE(_C, m) {
   py::class_<Layout, std::shared_ptr<Layout>>(m, "Layout")
       .def_property_readonly("rows_per_expert", [](const Layout& l) { return py::tuple(py::cast(l.rows_per_expert)); })
       .def_readonly("rows", &Layout::rows)
-      .def_property_readonly("counts",
-                             [](const Layout& l) {
-                               return py::bytes(reinterpret_cast<const char*>(l.counts.data()), l.counts.size() * 8);
-                             })
+      .def("slots",
+           [](const Layout& l, int64_t first, int64_t last) {
+             if (first < 0 || last < first || last > static_cast<int64_t>(l.counts.size())) throw py::index_error();
+             return std::accumulate(l.counts.begin() + first, l.counts.begin() + last, int64_t{0});
+           })
       .def_readonly("dropped", &Layout::dropped);
 
   py::class_<Arriving, std::shared_ptr<Arriving>>(m, "Arriving")

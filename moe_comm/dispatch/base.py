@@ -15,6 +15,7 @@ import math
 import weakref
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -138,11 +139,11 @@ class Dispatcher(ABC):
         self._seq = 0
         self._ordinal = _next_ordinal(group)
 
-    @property
+    @cached_property
     def num_experts(self) -> int:
         return self.placement.num_experts
 
-    @property
+    @cached_property
     def local_experts(self) -> range:
         """Global ids of this rank's experts."""
         return self.placement.local_range(self.rank)

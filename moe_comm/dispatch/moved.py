@@ -57,8 +57,6 @@ def sent(dispatcher: Dispatcher, op: str, layout: Layout) -> int:
     own = dispatcher.own_rows(layout, leaving)
     if own is None:
         return 0
-    rows = leaving - own
-    payload = dispatcher.options.payloads.of(op)
     if not dispatcher.packs:
-        return rows * layout.hidden * layout.dtype.itemsize
-    return rows * bytes_per_row(layout.hidden, payload, layout.dtype)
+        return (leaving - own) * layout.hidden * layout.dtype.itemsize
+    return (leaving - own) * bytes_per_row(layout.hidden, dispatcher.options.payloads.of(op), layout.dtype)

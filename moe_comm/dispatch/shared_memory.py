@@ -78,7 +78,7 @@ class SharedMemoryDispatcher(Dispatcher):
 
     def own_rows(self, layout: Layout, leaving: int) -> int:
         here, first = self.local_experts, self.rank * self.num_experts
-        return sum(memoryview(layout.state.counts).cast("q")[first + here.start : first + here.stop])
+        return int(layout.state.slots(first + here.start, first + here.stop))
 
     def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, Layout]:
         return self._rows.send(x_TD, ids_TK, header)
