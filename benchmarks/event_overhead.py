@@ -14,6 +14,7 @@ import json
 import statistics
 import tempfile
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +35,20 @@ def measure(config: str, overrides: list[str], rounds: int, every: int) -> dict[
         del ranks
         trainer = here.trainer
         recording = Recording(Path(folder), trainer.ranks, settings.observe, 0)
-        spans = 0
+        recorded = []
 
         def step(on: bool) -> None:
-            nonlocal spans
             EVENTS.enabled = on
             number = trainer.next_step
             if on:
-                before = _recorded()
                 recording.before_step(number + 1)
             report = trainer.train_step(number)
             if on:
                 recording.after_step(report)
-                spans = _recorded() - before
             trainer.next_step += 1
 
         parts = {"off": (("step", lambda: step(False)),), "on": (("step", lambda: step(True)),)}
-        found = take_turns(parts, 5, rounds, most=rounds)
+        found = take_turns(parts, 5, rounds, most=rounds, after=lambda name: recorded.append(_recorded()))
         recording.close()
         EVENTS.enabled = True
         slowest = {
@@ -61,7 +59,7 @@ def measure(config: str, overrides: list[str], rounds: int, every: int) -> dict[
             "overrides": overrides,
             "ranks": trainer.ranks.world,
             "every": every,
-            "spans": spans,
+            "spans": max(b - a for a, b in pairwise(recorded)),
             "off_ms": 1e3 * statistics.median(slowest["off"]),
             "on_ms": 1e3 * statistics.median(slowest["on"]),
             **asdict(Pairs.of(slowest["off"], slowest["on"])),
