@@ -1,0 +1,117 @@
+"""A mapping as the planner tries it: degrees of parallelism, micro-batches, and how work and memory are traded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, Self
+
+from moe_comm.errors import ConfigError
+from moe_comm.plan.collectives import Span
+from moe_comm.plan.hardware import Cluster
+from moe_comm.topology import ParallelConfig
+
+Recompute = Literal["none", "selective", "full"]
+Sharding = Literal["replicate", "zero1", "fsdp"]
+Overlap = Literal["none", "inter", "all"]
+_KEYS = ("tp", "cp", "dp", "pp", "vpp", "ep", "etp")
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """How a model is spread.
+
+    virtual: pipeline stages on each rank. micro_batch: sequences that a data-parallel rank takes at a time.
+    sharding, recompute: as in ``moe_comm.train``. overlap: "none": what moves and what computes take turns; "inter": a
+    transfer goes on beside operators that do not need it; "all": and inside those that do, tile by tile.
+    """
+
+    parallel: ParallelConfig
+    virtual: int = 1
+    micro_batch: int = 1
+    sharding: Sharding = "zero1"
+    recompute: Recompute = "none"
+    overlap: Overlap = "none"
+
+    def __post_init__(self) -> None:
+        for name in ("virtual", "micro_batch"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be a whole number of at least 1; got {value!r}")
+        if self.virtual > 1 and self.parallel.pp == 1:
+            raise ConfigError(f"vpp = {self.virtual} needs a pipeline: pp is 1")
+
+    @classmethod
+    def parse(cls, text: str, gpus: int, *, coupled: bool = False, **settings: object) -> Self:
+        """From "tp=2,cp=1,pp=8,vpp=1,ep=8,etp=1" on ``gpus`` ranks; what is left out is 1, and dp what is left.
+
+        Args:
+            coupled: experts lie inside data parallelism, as without folding: etp is tp.
+
+        Raises:
+            ConfigError: an unknown or repeated key, or degrees that do not fit ``gpus`` or each other.
+        """
+        found: dict[str, int] = {}
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            key, equals, value = part.partition("=")
+            key = key.strip().lower()
+            if not equals or key not in _KEYS or not value.strip().isdecimal():
+                raise ConfigError(f"a mapping is like tp=2,pp=8,ep=8 with keys {', '.join(_KEYS)}; got {part!r}")
+            if key in found:
+                raise ConfigError(f"{key} is given twice in {text!r}")
+            found[key] = int(value)
+        virtual = found.pop("vpp", 1)
+        if coupled and found.setdefault("etp", found.get("tp", 1)) != found.get("tp", 1):
+            raise ConfigError(f"without folding etp is tp; got etp={found['etp']}, tp={found.get('tp', 1)}")
+        parallel = ParallelConfig.of(gpus, **{"ep": 1, **found})
+        return cls(parallel, virtual, **settings)  # type: ignore[arg-type]
+
+    @property
+    def stages(self) -> int:
+        return self.parallel.pp * self.virtual
+
+    def micro_batches(self, global_batch: int) -> int:
+        """How many a pipeline takes in a step of ``global_batch`` sequences.
+
+        Raises:
+            ConfigError: the batch cannot be cut so.
+        """
+        each = self.parallel.dp * self.micro_batch
+        if global_batch % each:
+            raise ConfigError(
+                f"a batch of {global_batch} sequences cannot be cut into micro-batches of {self.micro_batch} on "
+                f"{self.parallel.dp} data-parallel ranks"
+            )
+        return global_batch // each
+
+    def __str__(self) -> str:
+        p = self.parallel
+        shown = f"tp={p.tp},cp={p.cp},dp={p.dp},pp={p.pp},vpp={self.virtual},ep={p.ep},etp={p.etp}"
+        return f"{shown},micro-batch {self.micro_batch}, {self.sharding}, recompute {self.recompute}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A mapping on a cluster: where its groups stand. Those of rank 0 stand for all."""
+
+    mapping: Mapping
+    cluster: Cluster
+
+    def __post_init__(self) -> None:
+        if self.mapping.parallel.world != self.cluster.gpus:
+            raise ConfigError(
+                f"a mapping for {self.mapping.parallel.world} ranks on a cluster of {self.cluster.gpus} accelerators"
+            )
+
+    @cached_property
+    def spans(self) -> dict[str, Span]:
+        """By axis: "tp", "cp", "dp", "ep", "etp", "edp"; "dp_cp": ranks that hold the same dense parameters; "pp": a
+        rank and the one with the next stage."""
+        parallel = self.mapping.parallel
+        found = {axis: self._span(axis) for axis in ("tp", "cp", "dp", "ep", "etp", "edp")}
+        found["dp_cp"] = self._span("dp", "cp")
+        found["pp"] = self.cluster.span(parallel.group_of(0, "pp")[:2])
+        return found
+
+    def _span(self, *axes: str) -> Span:
+        return self.cluster.span(self.mapping.parallel.group_of(0, *axes))

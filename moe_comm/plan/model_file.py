@@ -1,0 +1,333 @@
+"""A model's shape from a name, a Hugging Face ``config.json``, or a configuration of ``moe-comm train``.
+
+``config.json`` is read as plain JSON, so any model's will do, of a family that is known here or not, and transformers
+need not be installed. What families call the same thing stands in one table of names; what they do without saying (the
+bias of Qwen2's projections, the norms of Qwen3's queries) stands in ``_FAMILIES``. Nothing that is needed has a
+default: a key that is missing is an error that names it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_comm.errors import ConfigError
+from moe_comm.layers.config import QKNorm
+from moe_comm.plan.model import Latent, ModelShape
+from moe_comm.plan.model_names import MODELS
+from moe_comm.runtime.untrusted import parse_object, read_bounded, shown
+
+FILE_BYTES = 1 << 20
+"""A description of a model is never longer."""
+MOST = 1 << 40
+"""No width or count is larger."""
+
+_LAYERS = ("num_hidden_layers", "num_layers")
+_VOCAB = ("vocab_size",)
+_HIDDEN = ("hidden_size", "d_model")
+_HEADS = ("num_attention_heads", "n_heads")
+_KV_HEADS = ("num_key_value_heads",)
+_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
+_EXPERT_FFN = ("moe_intermediate_size", "expert_ffn_hidden_size")
+_FFN = ("intermediate_size", "ffn_hidden_size")
+_NOT_MODELLED = (
+    "interleave_moe_layer_step",
+    "intermediate_size_mlp",
+    "attn_type_list",
+    "linear_num_value_heads",
+    "full_attention_interval",
+    "attn_layer_period",
+    "hybrid_override_pattern",
+    "mamba_d_state",
+    "use_cla",
+    "index_topk",
+)
+"""Settings that change what a layer costs in ways that ``ModelShape`` does not have: refused, not overlooked."""
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What a family's ``config.json`` leaves unsaid.
+
+    qkv_bias: its attention has biases whatever the file says. out_bias: the output projection has one, too, when
+        ``attention_bias`` is set. vectors: of router and experts.
+    """
+
+    qk_norm: QKNorm = "none"
+    qkv_bias: bool = False
+    out_bias: bool = True
+    shared_gate: bool = False
+    vectors: bool = False
+    moe: bool = True
+    shortcut: bool = False
+
+
+_FAMILIES: dict[str, _Family] = {
+    "mixtral": _Family(),
+    "qwen2_moe": _Family(qkv_bias=True, out_bias=False, shared_gate=True),
+    "qwen3_moe": _Family("head"),
+    "olmoe": _Family("full"),
+    "deepseek_v2": _Family(),
+    "deepseek_v3": _Family(),
+    "glm4_moe": _Family(out_bias=False),
+    "phimoe": _Family(),
+    "gpt_oss": _Family(vectors=True),
+    "longcat_flash": _Family(shortcut=True),
+    "llama": _Family(moe=False),
+    "mistral": _Family(moe=False),
+    "qwen2": _Family(qkv_bias=True, out_bias=False, moe=False),
+    "qwen3": _Family("head", moe=False),
+}
+
+
+def model_named(text: str) -> ModelShape:
+    """The model that ``text`` names, or describes where it is the path of a file or of a model's folder.
+
+    Args:
+        text: one of ``MODELS``; a ``config.json`` of Hugging Face, or its folder; a ``.toml`` or ``.json``
+            configuration of ``moe-comm train``, or the name of a ready one.
+
+    Raises:
+        ConfigError: no such model; a file that cannot be read, or lacks a key or contradicts itself: names the key.
+    """
+    name = text.strip()
+    if name.lower() in MODELS:
+        return MODELS[name.lower()]
+    path = Path(name)
+    if path.is_dir():
+        path /= "config.json"
+    if path.suffix == ".json":
+        return _from_json(path)
+    if path.suffix == ".toml":
+        return _from_training(str(path))
+    return _from_ready(name)
+
+
+def _from_ready(name: str) -> ModelShape:
+    try:
+        from moe_comm.train.config import ready_configs
+
+        ready = set(ready_configs())
+    except ImportError:  # training's packages are not installed
+        ready = set()
+    if name in ready:
+        return _from_training(name)
+    known = sorted(ready | set(MODELS))
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    raise ConfigError(
+        f"no model named {shown(name)}{hint}; known: {', '.join(known)}; or give the path of a config.json, or of a "
+        f"configuration of moe-comm train"
+    )
+
+
+def _from_json(path: Path) -> ModelShape:
+    try:
+        tree = parse_object(read_bounded(path, FILE_BYTES))
+    except OSError as error:
+        raise ConfigError(f"cannot read the model {path}: {error.strerror or error}") from error
+    except ValueError as error:  # malformed, or not UTF-8
+        raise ConfigError(f"{path} is not a valid JSON file: {error}") from error
+    if isinstance(tree.get("model"), dict) and "model_type" not in tree:
+        return _from_training(str(path))
+    return shape_of_hugging_face(tree, str(path))
+
+
+def _from_training(path: str) -> ModelShape:
+    from moe_comm.train.architecture import transformer_config
+    from moe_comm.train.config import load
+
+    config = load(path)
+    section = config.model
+    if section.pretrained is not None:
+        return _from_json(Path(section.pretrained) / "config.json")
+    vocab = section.vocab
+    if vocab is None:
+        if config.data.tokenizer != "bytes":
+            raise ConfigError(f"{path}: model.vocab must be set, for its tokenizer is not read here")
+        from moe_comm.train.corpus.tokenizer import ByteTokenizer
+
+        vocab = ByteTokenizer.vocab_size
+    return ModelShape.of(transformer_config(section, vocab, config.data.seq_len), Path(path).stem)
+
+
+def shape_of_hugging_face(config: Mapping[str, Any], where: str = "config.json") -> ModelShape:
+    """The shape of the model that the content of a ``config.json`` describes.
+
+    A text model inside a larger one (``text_config``) is taken alone; layers for multi-token prediction are left out.
+    ``intermediate_size`` is an expert's width where no other key says it, as in Mixtral.
+
+    Args:
+        where: what messages call it.
+
+    Raises:
+        ConfigError: a key is missing, of the wrong type, or means what is not modelled here; names it.
+    """
+    inner = config.get("text_config")
+    if isinstance(inner, Mapping) and not any(key in config for key in _HIDDEN):
+        config = inner
+    read = _Reader(config, where)
+    strange = [key for key in _NOT_MODELLED if config.get(key) not in (None, False, 0, 1)]
+    if strange:
+        raise ConfigError(f"{where}: {strange[0]} = {shown(config[strange[0]])} is not modelled")
+    kind = read.text("model_type")
+    family = _FAMILIES.get(kind, _Family(qk_norm="head" if read.flag("use_qk_norm") else "none"))
+    if kind == "glm4_moe" and read.flag("use_qk_norm"):
+        family = _Family("head", out_bias=False)
+    # LongCat-Flash counts its layers' two attentions as layers in num_hidden_layers.
+    layers, hidden, heads = (
+        read.count(_LAYERS[::-1] if family.shortcut else _LAYERS),
+        read.count(_HIDDEN),
+        read.count(_HEADS),
+    )
+    latent = _latent(read)
+    head_dim = read.optional("head_dim") or (hidden // heads if heads and not latent and hidden % heads == 0 else None)
+    if head_dim is None and latent is None:
+        raise ConfigError(f"{where}: head_dim is missing, and hidden_size ({hidden}) is no multiple of {heads} heads")
+    experts = read.count(_EXPERTS) if family.moe else 0
+    dense = _dense_layers(read, layers) if family.moe else layers
+    expert_ffn = read.optional(*_EXPERT_FFN)
+    if experts and expert_ffn is None:
+        if dense:
+            raise ConfigError(f"{where}: {_EXPERT_FFN[0]} is missing, the width of an expert beside dense layers")
+        expert_ffn = read.count(_FFN)
+    window, full_layers = _window(read, layers)
+    biased = family.qkv_bias if "qkv_bias" not in config else read.flag("qkv_bias")
+    biased, both = biased or read.flag("attention_bias"), read.flag("attention_bias") and family.out_bias
+    shared = _shared_ffn(read, kind, expert_ffn or 0) if experts else 0
+    return ModelShape(
+        name=_title(Path(where)) or kind,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads if latent else read.count(_KV_HEADS),
+        head_dim=head_dim or 1,
+        vocab=read.count(_VOCAB),
+        experts=experts,
+        top_k=read.count(_TOP_K) if experts else 0,
+        ffn=expert_ffn or 0,
+        shared_ffn=shared,
+        dense_layers=dense,
+        dense_ffn=read.count(_FFN) if dense or family.shortcut else 0,
+        latent=latent,
+        tie=read.flag("tie_word_embeddings"),
+        qk_norm=family.qk_norm,
+        qkv_bias=biased,
+        out_bias=both,
+        router_bias=family.vectors,
+        expert_bias=family.vectors,
+        shared_gate=family.shared_gate and shared > 0,
+        window=window,
+        full_layers=full_layers,
+        zero_experts=read.optional("zero_expert_num") or 0,
+        shortcut=family.shortcut,
+    )
+
+
+def _title(path: Path) -> str:
+    """What to call the model of a file: config.json goes by its folder."""
+    return path.parent.name if path.stem == "config" else path.stem
+
+
+class _Reader:
+    """Looks settings up, each by the first of its names that the file has."""
+
+    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+        self.config, self.where = config, where
+
+    def optional(self, *names: str, least: int = 0) -> int | None:
+        """A whole number; None: no such key, or null."""
+        name = next((name for name in names if self.config.get(name) is not None), None)
+        if name is None:
+            return None
+        value = self.config[name]
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
+            raise ConfigError(f"{self.where}: {name} must be a whole number from {least}; got {shown(value)}")
+        return value
+
+    def count(self, names: tuple[str, ...]) -> int:
+        """A whole number of at least 1 that must be there."""
+        value = self.optional(*names, least=1)
+        if value is None:
+            others = f" (or {', '.join(names[1:])})" if names[1:] else ""
+            raise ConfigError(f"{self.where}: key {names[0]!r} is missing{others}")
+        return value
+
+    def flag(self, name: str) -> bool:
+        """False: no such key, or null."""
+        value = self.config.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise ConfigError(f"{self.where}: {name} must be true or false; got {shown(value)}")
+        return bool(value)
+
+    def text(self, name: str) -> str:
+        value = self.config.get(name, "")
+        if not isinstance(value, str):
+            raise ConfigError(f"{self.where}: {name} must be text; got {shown(value)}")
+        return value or "model"
+
+    def items(self, name: str) -> list[Any] | None:
+        value = self.config.get(name)
+        if value is not None and not isinstance(value, list):
+            raise ConfigError(f"{self.where}: {name} must be a list; got {shown(value)}")
+        return value
+
+
+def _latent(read: _Reader) -> Latent | None:
+    if read.config.get("kv_lora_rank") is None:
+        return None
+    kv_rank, nope, rope, value = (
+        read.count((name,)) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
+    return Latent(read.optional("q_lora_rank", least=1), kv_rank, nope, rope, value)
+
+
+def _dense_layers(read: _Reader, layers: int) -> int:
+    """How many layers have no experts, by the first of three ways to say so that the file has."""
+    kinds = read.items("mlp_layer_types")
+    if kinds is not None:
+        if len(kinds) != layers or not all(kind in ("dense", "sparse") for kind in kinds):
+            raise ConfigError(f"{read.where}: mlp_layer_types must be dense or sparse for each of {layers} layers")
+        return kinds.count("dense")
+    first = read.optional("first_k_dense_replace", "moe_layer_start_index")
+    if first is not None:
+        if isinstance(read.config.get("moe_layer_freq"), int) and read.config["moe_layer_freq"] != 1:
+            step = read.count(("moe_layer_freq",))
+            return sum(layer < first or layer % step != 0 for layer in range(layers))
+        return min(first, layers)
+    only, step = read.items("mlp_only_layers") or [], read.optional("decoder_sparse_step", least=1) or 1
+    return sum(layer in only or (layer + 1) % step != 0 for layer in range(layers))
+
+
+def _shared_ffn(read: _Reader, kind: str, ffn: int) -> int:
+    """Width of all shared experts of a layer together."""
+    if kind == "qwen2_moe":
+        return read.count(("shared_expert_intermediate_size",))
+    width = read.optional("shared_expert_intermediate_size", "shared_intermediate_size")
+    return (
+        width
+        if width is not None
+        else ffn * (read.optional("n_shared_experts", "num_shared_experts", "moe_num_shared_experts") or 0)
+    )
+
+
+def _window(read: _Reader, layers: int) -> tuple[int | None, int]:
+    """Tokens that a windowed layer sees, and how many layers see all."""
+    kinds = read.items("layer_types")
+    odd = sorted({str(kind) for kind in kinds or ()} - {"sliding_attention", "full_attention"})
+    if kinds is not None and (odd or len(kinds) != layers):
+        raise ConfigError(
+            f"{read.where}: layer_types must be sliding_attention or full_attention for each of {layers} layers; "
+            f"got {len(kinds)}{', with ' + shown(odd[0]) if odd else ''}"
+        )
+    window = read.optional("sliding_window")
+    if not window or (read.config.get("use_sliding_window") is not None and not read.flag("use_sliding_window")):
+        return None, 0
+    if kinds is None:
+        return window, 0
+    narrow = kinds.count("sliding_attention")
+    return (window, layers - narrow) if narrow else (None, 0)

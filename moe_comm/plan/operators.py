@@ -1,0 +1,275 @@
+"""What each operator of a layer takes on one rank, for one micro-batch: products, passes over memory, transfers.
+
+    attention   norm ─ gather(tp) ─ qkv ─ swap(cp) ─ scores ─ swap(cp) ─ out ─ scatter(tp)
+    experts     norm ─ router ─ permute ─ dispatch(ep) ─ gather(etp) ─ sort ─ up ─ act ─ down ─ ... the same way back
+    dense       norm ─ gather(tp) ─ up ─ act ─ down ─ scatter(tp)
+
+With b tokens of hidden size h on a rank of a tensor-parallel group of n, in elements sent by each rank and direction
+(MegaScale-MoE, arXiv 2505.11432, section 3): attention 2 b h (n - 1), an MoE layer 2 k b h (n - 1) / n over n
+expert-parallel ranks. Backward has two products for each, and every transfer the other way round; with tp the input is
+gathered once more for the weights' gradient.
+
+Routing is in equal parts but for ``imbalance``: what the busiest rank has over the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from moe_comm.errors import ConfigError
+from moe_comm.plan.collectives import NOTHING, Moved, Span
+from moe_comm.plan.hardware import BYTES
+from moe_comm.plan.mapping import Place
+from moe_comm.plan.model import LayerKind, ModelShape
+from moe_comm.plan.model_block import Weight
+
+Kind = Literal["product", "memory", "transfer"]
+SCORE_BYTES = 4
+"""Routing and the loss are in fp32."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operator in one direction, on the busiest rank. seconds: by itself, with nothing beside it.
+
+    kind: "product" (FLOPs), "memory" (a pass over tensors), "transfer". bytes: read and written, or of a transfer
+    those that the rank sends (``moved``: over which links).
+    """
+
+    name: str
+    kind: Kind
+    seconds: float
+    flops: float = 0.0
+    bytes: float = 0.0
+    moved: Moved = NOTHING
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is computed. seq_len: tokens of a sequence. dtype: of products and of what travels.
+
+    capacity: slots of an expert over its mean load, None: no token is dropped. imbalance: rows of the busiest rank's
+    experts over the mean (1: routing is in equal parts); a capacity caps it.
+    """
+
+    seq_len: int
+    dtype: str = "bf16"
+    capacity: float | None = None
+    imbalance: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.seq_len < 1 or self.dtype not in BYTES:
+            raise ConfigError(f"seq_len must be at least 1 and dtype one of {', '.join(BYTES)}; got {self}")
+        if self.imbalance < 1 or (self.capacity is not None and self.capacity <= 0):
+            raise ConfigError(f"imbalance is at least 1, capacity above 0 or None; got {self}")
+
+    @property
+    def busiest(self) -> float:
+        """Rows of the busiest rank over those of a rank if routing were in equal parts."""
+        return self.imbalance if self.capacity is None else min(self.imbalance, self.capacity)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The operations of one block or layer, forward and backward, in order."""
+
+    forward: tuple[Operation, ...]
+    backward: tuple[Operation, ...]
+
+    def seconds(self, kind: Kind | None = None) -> tuple[float, float]:
+        """Forward and backward, one operation after the other; of one kind, or of all."""
+        forward, backward = (
+            sum(one.seconds for one in way if kind in (None, one.kind)) for way in (self.forward, self.backward)
+        )
+        return forward, backward
+
+
+class Operators:
+    """Times the blocks of ``shape`` at ``place``."""
+
+    def __init__(self, shape: ModelShape, place: Place, load: Load) -> None:
+        self.shape, self.place, self.load = shape, place, load
+        self._gpu = place.cluster.accelerator
+        self._parallel, self._spans = place.mapping.parallel, place.spans
+        self._size = BYTES["bf16" if load.dtype == "fp8" else load.dtype]
+        """Bytes of an element of activations; products alone are in fp8."""
+        p = self._parallel
+        self.group_tokens = place.mapping.micro_batch * load.seq_len / p.cp
+        """Of a micro-batch on a tensor-parallel group."""
+        self.tokens = self.group_tokens / p.tp
+        """Of a micro-batch on a rank, between blocks."""
+        self._row = shape.hidden * self._size
+
+    def layer(self, kind: LayerKind) -> Pass:
+        """One layer of a kind."""
+        passes = {"attention": self.attention, "dense": self.dense, "moe": self.experts}
+        found = [passes[block.name]() for block, times in self.shape.layer_blocks(kind) for _ in range(times)]
+        return _joined(found)
+
+    def attention(self) -> Pass:
+        shape, p, size = self.shape, self._parallel, self._size
+        block, tokens = shape.attention_block, self.group_tokens
+        width = shape.qkv_width
+        found = [self._norm(), self._gather("attention gather", "tp")]
+        found += [self._product("qkv", weight, tokens, _cut(weight, p.tp)) for weight in block.products("qkv")]
+        found.append(self._memory("rope", 2 * tokens * width / p.tp * size))
+        found.append(self._swap("attention swap in", tokens * width / p.tp * size))
+        found.append(self._scores(tokens))
+        found.append(self._swap("attention swap out", tokens * shape.heads * shape.value_dim / p.tp * size))
+        found += [self._product("out", weight, tokens, (weight.k / p.tp, weight.n)) for weight in block.products("out")]
+        found += [self._scatter("attention scatter", "tp"), self._residual()]
+        return _joined(found)
+
+    def dense(self) -> Pass:
+        found = [self._norm(), self._gather("dense gather", "tp")]
+        found += self._feed_forward("dense", self.shape.dense_block.products("dense"), self.group_tokens)
+        return _joined([*found, self._scatter("dense scatter", "tp"), self._residual()])
+
+    def experts(self) -> Pass:
+        """Router, dispatch, experts, combine; and the shared expert, which is cut by tp as a dense block is."""
+        shape, p = self.shape, self._parallel
+        block = shape.moe_block
+        even = self.tokens * shape.chosen
+        sent, busiest = even * min(1.0, self.load.capacity or 1.0), even * self.load.busiest
+        rows = busiest * p.etp
+        local = shape.experts / p.ep
+        found = [self._norm()]
+        found += [
+            self._product("router", weight, self.tokens, (weight.k, weight.n)) for weight in block.products("router")
+        ]
+        scores = shape.experts + shape.zero_experts
+        found.append(self._memory("routing", 6 * self.tokens * scores * SCORE_BYTES))
+        found.append(self._memory("permute", (self.tokens + sent) * self._row))
+        found.append(self._all_to_all("dispatch", self._spans["ep"], busiest * self._row))
+        found.append(self._gather("expert gather", "etp", rows))
+        sort = [self._memory("sort", 2 * rows * self._row)] if local > 1 and p.ep * p.etp > 1 else []
+        found += sort
+        up, down = block.products("experts")
+        each = (rows / local, int(max(local, 1)))
+        found.append(self._product("experts", up, each[0], (up.k, up.n / p.etp), each[1]))
+        found.append(self._activation("experts", rows, up.n / p.etp, down.k / p.etp))
+        found.append(self._product("experts", down, each[0], (down.k / p.etp, down.n), each[1]))
+        found += sort
+        found.append(self._scatter("expert scatter", "etp", rows))
+        found.append(self._all_to_all("combine", self._spans["ep"], busiest * self._row))
+        found.append(self._memory("unpermute", (self.tokens + sent) * self._row))
+        if shared := block.products("shared"):
+            found.append(self._gather("shared gather", "tp"))
+            found += self._feed_forward("shared", shared, self.group_tokens)
+            found.append(self._scatter("shared scatter", "tp"))
+        return _joined([*found, self._residual()])
+
+    def head(self) -> Pass:
+        """Final norm, output projection and loss."""
+        p, tokens = self._parallel, self.group_tokens
+        found = [self._norm(), self._gather("head gather", "tp")]
+        for weight in self.shape.head_block.products("head"):
+            found.append(self._product("head", weight, tokens, (weight.k, weight.n / p.tp)))
+            logits = tokens * weight.n / p.tp
+            found.append(self._memory("loss", logits * (self._size + 2 * SCORE_BYTES)))
+        return _joined(found)
+
+    def embedding(self) -> Pass:
+        return self._memory("embedding", 2 * self.tokens * self._row)
+
+    # --- kinds of operators ---
+
+    def _product(self, name: str, weight: Weight, rows: float, shape: tuple[float, float], groups: int = 1) -> Pass:
+        k, n = shape
+        gpu, dtype, flops = self._gpu, self.load.dtype, 2 * rows * groups * k * n
+        forward = gpu.gemm_seconds(rows, n, k, dtype, groups)
+        backward = gpu.gemm_seconds(rows, k, n, dtype, groups) + gpu.gemm_seconds(k, n, rows, dtype, groups)
+        full = f"{name} {weight.name}" if weight.name != name else name
+        moved = groups * (rows * k + k * n + rows * n) * self._size
+        return Pass(
+            (Operation(full, "product", forward, flops, moved),),
+            (Operation(full, "product", backward, 2 * flops, 2 * moved),),
+        )
+
+    def _feed_forward(self, name: str, weights: tuple[Weight, ...], tokens: float) -> list[Pass]:
+        tp = self._parallel.tp
+        found = []
+        up = next(weight for weight in weights if weight.name == "up")
+        down = next(weight for weight in weights if weight.name == "down")
+        found.append(self._product(name, up, tokens, (up.k, up.n / tp)))
+        found.append(self._activation(name, tokens, up.n / tp, down.k / tp))
+        found.append(self._product(name, down, tokens, (down.k / tp, down.n)))
+        gates = [weight for weight in weights if weight not in (up, down)]
+        return found + [self._product(name, weight, self.tokens, (weight.k, weight.n)) for weight in gates]
+
+    def _activation(self, name: str, rows: float, inner: float, outer: float) -> Pass:
+        forward = rows * (inner + outer) * self._size
+        return self._memory(f"{name} act", forward, rows * (2 * inner + outer) * self._size)
+
+    def _scores(self, tokens: float) -> Pass:
+        shape, p, gpu = self.shape, self._parallel, self._gpu
+        flops = shape.attention_block.per_context * shape.context(self.load.seq_len) * tokens / p.tp
+        again = 2.5 * flops  # five products of the same size, one of which is forward's done again
+        dtype = "bf16" if self.load.dtype == "fp8" else self.load.dtype
+        return Pass(
+            (Operation("scores", "product", gpu.attention_seconds(flops, dtype), flops),),
+            (Operation("scores", "product", gpu.attention_seconds(again, dtype, backward=True), 2 * flops),),
+        )
+
+    def _memory(self, name: str, num_bytes: float, backward: float | None = None) -> Pass:
+        again = num_bytes if backward is None else backward
+        one, other = (self._gpu.launch_s + self._gpu.memory_seconds(each) for each in (num_bytes, again))
+        return Pass(
+            (Operation(name, "memory", one, bytes=num_bytes),), (Operation(name, "memory", other, bytes=again),)
+        )
+
+    def _norm(self) -> Pass:
+        return self._memory("norm", 2 * self.tokens * self._row, 4 * self.tokens * self._row)
+
+    def _residual(self) -> Pass:
+        return self._memory("residual", 3 * self.tokens * self._row, 3 * self.tokens * self._row)
+
+    def _gather(self, name: str, axis: str, rows: float | None = None) -> Pass:
+        """All-gather of a rank's rows over ``axis``; with tp once more in backward. rows: that it has afterwards."""
+        span = self._spans[axis]
+        if span.ranks == 1:
+            return Pass((), ())
+        full = (self.group_tokens if rows is None else rows) * self._row
+        gathered = _transfer(name, self.place.cluster.all_gather(full, span))
+        scattered = _transfer(name, self.place.cluster.reduce_scatter(full, span))
+        again = (replace(gathered, name=f"{name} again"),) if axis == "tp" else ()
+        return Pass((gathered,), (*again, scattered))
+
+    def _scatter(self, name: str, axis: str, rows: float | None = None) -> Pass:
+        """Reduce-scatter over ``axis``; its backward is an all-gather."""
+        span = self._spans[axis]
+        if span.ranks == 1:
+            return Pass((), ())
+        full = (self.group_tokens if rows is None else rows) * self._row
+        scattered = _transfer(name, self.place.cluster.reduce_scatter(full, span))
+        return Pass((scattered,), (_transfer(name, self.place.cluster.all_gather(full, span)),))
+
+    def _swap(self, name: str, num_bytes: float) -> Pass:
+        return self._all_to_all(name, self._spans["cp"], num_bytes)
+
+    def _all_to_all(self, name: str, span: Span, num_bytes: float) -> Pass:
+        if span.ranks == 1:
+            return Pass((), ())
+        one = _transfer(name, self.place.cluster.all_to_all(num_bytes, span))
+        return Pass((one,), (one,))
+
+
+def _transfer(name: str, moved: Moved) -> Operation:
+    sent = moved.inside + moved.between + moved.across
+    return Operation(name, "transfer", moved.seconds, bytes=sent, moved=moved)
+
+
+def _cut(weight: Weight, tp: int) -> tuple[float, float]:
+    """[k, n] of a rank's part: columns are cut, but for the latent projections, which every rank has whole."""
+    return (weight.k, weight.n) if weight.name.endswith("_down") else (weight.k, weight.n / tp)
+
+
+def _joined(passes: Iterable[Pass]) -> Pass:
+    """One after the other; backward the other way round."""
+    every = list(passes)
+    return Pass(
+        tuple(one for part in every for one in part.forward),
+        tuple(one for part in reversed(every) for one in part.backward),
+    )
