@@ -70,6 +70,11 @@ class Mapping:
     def stages(self) -> int:
         return self.parallel.pp * self.virtual
 
+    @property
+    def schedule(self) -> str:
+        """Of the pipeline, by its name in ``moe_comm.train``."""
+        return "interleaved_1f1b" if self.virtual > 1 else "1f1b"
+
     def micro_batches(self, global_batch: int) -> int:
         """How many a pipeline takes in a step of ``global_batch`` sequences.
 

@@ -100,7 +100,8 @@ class Operators:
         """Of a micro-batch on a tensor-parallel group."""
         self.tokens = self.group_tokens / p.tp
         """Of a micro-batch on a rank, between blocks."""
-        self._row = shape.hidden * self._size
+        self.row_bytes = shape.hidden * self._size
+        """Of a token between blocks."""
 
     def layer(self, kind: LayerKind) -> Pass:
         """One layer of a kind."""
@@ -141,10 +142,10 @@ class Operators:
         ]
         scores = shape.experts + shape.zero_experts
         found.append(self._memory("routing", 6 * self.tokens * scores * SCORE_BYTES))
-        found.append(self._memory("permute", (self.tokens + sent) * self._row))
-        found.append(self._all_to_all("dispatch", self._spans["ep"], busiest * self._row))
+        found.append(self._memory("permute", (self.tokens + sent) * self.row_bytes))
+        found.append(self._all_to_all("dispatch", self._spans["ep"], busiest * self.row_bytes))
         found.append(self._gather("expert gather", "etp", rows))
-        sort = [self._memory("sort", 2 * rows * self._row)] if local > 1 and p.ep * p.etp > 1 else []
+        sort = [self._memory("sort", 2 * rows * self.row_bytes)] if local > 1 and p.ep * p.etp > 1 else []
         found += sort
         up, down = block.products("experts")
         each = (rows / local, int(max(local, 1)))
@@ -153,8 +154,8 @@ class Operators:
         found.append(self._product("experts", down, each[0], (down.k / p.etp, down.n), each[1]))
         found += sort
         found.append(self._scatter("expert scatter", "etp", rows))
-        found.append(self._all_to_all("combine", self._spans["ep"], busiest * self._row))
-        found.append(self._memory("unpermute", (self.tokens + sent) * self._row))
+        found.append(self._all_to_all("combine", self._spans["ep"], busiest * self.row_bytes))
+        found.append(self._memory("unpermute", (self.tokens + sent) * self.row_bytes))
         if shared := block.products("shared"):
             found.append(self._gather("shared gather", "tp"))
             found += self._feed_forward("shared", shared, self.group_tokens)
@@ -172,7 +173,7 @@ class Operators:
         return _joined(found)
 
     def embedding(self) -> Pass:
-        return self._memory("embedding", 2 * self.tokens * self._row)
+        return self._memory("embedding", 2 * self.tokens * self.row_bytes)
 
     # --- kinds of operators ---
 
@@ -221,17 +222,17 @@ class Operators:
         )
 
     def _norm(self) -> Pass:
-        return self._memory("norm", 2 * self.tokens * self._row, 4 * self.tokens * self._row)
+        return self._memory("norm", 2 * self.tokens * self.row_bytes, 4 * self.tokens * self.row_bytes)
 
     def _residual(self) -> Pass:
-        return self._memory("residual", 3 * self.tokens * self._row, 3 * self.tokens * self._row)
+        return self._memory("residual", 3 * self.tokens * self.row_bytes, 3 * self.tokens * self.row_bytes)
 
     def _gather(self, name: str, axis: str, rows: float | None = None) -> Pass:
         """All-gather of a rank's rows over ``axis``; with tp once more in backward. rows: that it has afterwards."""
         span = self._spans[axis]
         if span.ranks == 1:
             return Pass((), ())
-        full = (self.group_tokens if rows is None else rows) * self._row
+        full = (self.group_tokens if rows is None else rows) * self.row_bytes
         gathered = _transfer(name, self.place.cluster.all_gather(full, span))
         scattered = _transfer(name, self.place.cluster.reduce_scatter(full, span))
         again = (replace(gathered, name=f"{name} again"),) if axis == "tp" else ()
@@ -242,7 +243,7 @@ class Operators:
         span = self._spans[axis]
         if span.ranks == 1:
             return Pass((), ())
-        full = (self.group_tokens if rows is None else rows) * self._row
+        full = (self.group_tokens if rows is None else rows) * self.row_bytes
         scattered = _transfer(name, self.place.cluster.reduce_scatter(full, span))
         return Pass((scattered,), (_transfer(name, self.place.cluster.all_gather(full, span)),))
 

@@ -1,0 +1,120 @@
+"""A step on paper: its parts add up, a pipeline idles as its schedule says, and what cannot move costs nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_comm.errors import ConfigError
+from moe_comm.plan.hardware_table import cluster_named
+from moe_comm.plan.mapping import Mapping, Place
+from moe_comm.plan.model_file import model_named
+from moe_comm.plan.operators import Load
+from moe_comm.plan.step import Step, StepModel
+
+
+def model(name: str, mapping: str, gpus: int, *, batch: int = 256, seq: int = 4096, **settings: object) -> StepModel:
+    place = Place(Mapping.parse(mapping, gpus, **settings), cluster_named("h100", gpus))
+    return StepModel(model_named(name), place, Load(seq, capacity=1.0), batch)
+
+
+def step(name: str, mapping: str, gpus: int, **settings: object) -> Step:
+    return model(name, mapping, gpus, **settings).predict()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mapping", ["tp=2,pp=8,ep=8", "tp=2,pp=4,vpp=2,ep=4,etp=2", "tp=2,cp=2,ep=8", "ep=8"])
+def test_parts_add_up_to_the_step(mapping: str) -> None:
+    found = step("mixtral-8x22b", mapping, 128)
+    assert sum(found.breakdown.values()) == pytest.approx(found.seconds)
+    assert min(found.breakdown.values()) > -1e-9
+    assert 0.05 < found.mfu < 0.8
+    assert found.tokens_per_s == pytest.approx(256 * 4096 / found.seconds)
+    assert found.mfu * found.seconds == pytest.approx(found.model_flops / (128 * 989.5e12), rel=1e-3)
+
+
+def test_one_rank_moves_nothing_and_waits_for_nobody() -> None:
+    found = step("olmoe-1b-7b", "", 1, batch=4)
+    assert found.sent == {} and set(found.breakdown) == {
+        "products",
+        "memory passes",
+        "pipeline",
+        "gradients and weights",
+        "optimizer",
+    }
+    assert found.breakdown["pipeline"] == pytest.approx(0) and found.breakdown["gradients and weights"] == 0
+
+
+def test_a_pipeline_of_equal_stages_idles_as_its_schedule_says() -> None:
+    found = model("llama3-8x70b", "tp=8,pp=16,ep=8", 256)
+    busy = [sum(one.seconds()) for one in found.stage_passes]
+    parts = found.predict().breakdown
+    # The last stage has the head, too: all wait for it but at the ends.
+    whole, others = found.micro_batches * busy[-1], sum(busy[:-1])
+    assert max(busy) == busy[-1]
+    assert parts["pipeline"] == pytest.approx(others, rel=0.03)
+    assert parts["pipeline"] / whole == pytest.approx(15 / 128, rel=0.15)
+
+
+def test_more_stages_a_rank_idle_less() -> None:
+    plain = step("mixtral-8x22b", "tp=2,pp=8,ep=8", 128).breakdown["pipeline"]
+    interleaved = step("mixtral-8x22b", "tp=2,pp=8,vpp=7,ep=8", 128).breakdown["pipeline"]
+    assert interleaved < plain / 3
+
+
+def test_recomputing_costs_what_it_does_again() -> None:
+    def backward(recompute: str) -> float:
+        found = model("mixtral-8x7b", "tp=2,pp=2,ep=8", 32, recompute=recompute)
+        return found.stage_passes[0].seconds()[1]
+
+    forward = model("mixtral-8x7b", "tp=2,pp=2,ep=8", 32).stage_passes[0].seconds()[0]
+    embedding = model("mixtral-8x7b", "tp=2,pp=2,ep=8", 32).operators.embedding().seconds()[0]
+    assert backward("none") < backward("selective") < backward("full")
+    assert backward("full") == pytest.approx(backward("none") + forward - embedding)
+
+
+def test_bytes_of_gradients_and_weights_are_those_of_the_sharding() -> None:
+    def sent(sharding: str) -> dict[str, float]:
+        found = step("mixtral-8x7b", "ep=8", 64, sharding=sharding).sent
+        return {name: sum(links.values()) for name, links in found.items() if "gradients" in name or "weights" in name}
+
+    shape = model_named("mixtral-8x7b")
+    experts = shape.parameters()["experts"] / 8
+    zero1, replicate = sent("zero1"), sent("replicate")
+    # An expert's copies are one on each of 8 hosts: all that is sent goes between hosts.
+    assert zero1["expert gradients"] == pytest.approx(4 * experts * 7 / 8)
+    assert zero1["expert weights"] == pytest.approx(2 * experts * 7 / 8)
+    assert replicate["expert gradients"] == pytest.approx(2 * 4 * experts * 7 / 8)
+    assert "expert weights" not in replicate and sent("fsdp") == {}
+
+
+def test_sharded_weights_cost_what_computing_does_not_hide() -> None:
+    few = step("mixtral-8x22b", "ep=8", 128, sharding="fsdp", batch=128)
+    many = step("mixtral-8x22b", "ep=8", 128, sharding="fsdp", batch=128 * 16, micro_batch=16)
+    assert few.breakdown["sharded weights"] > 0.3 * few.seconds
+    assert many.breakdown.get("sharded weights", 0.0) < 0.02 * many.seconds, "16 times the work hides it"
+
+
+PUBLISHED = [
+    ("mixtral-8x22b", "tp=2,pp=8,ep=4", True, 128, 46.3),
+    ("qwen2-57b-a14b", "tp=2,pp=4,ep=4", True, 64, 35.3),
+    ("mixtral-8x22b-g8t8", "tp=2,pp=8,ep=8", True, 128, 17.1),
+    ("llama3-8x70b", "tp=8,pp=8,ep=4", True, 256, 38.8),
+    ("mixtral-8x22b", "tp=2,pp=8,ep=8", False, 128, 49.3),
+    ("qwen2-57b-a14b", "tp=2,pp=4,ep=4", False, 64, 39.0),
+    ("mixtral-8x22b-g8t8", "tp=4,pp=8,ep=8", False, 128, 28.8),
+    ("llama3-8x70b", "tp=8,pp=16,ep=8", False, 256, 41.6),
+]
+"""MoE Parallel Folding (2504.14960), table 3: model, mapping, whether it is coupled, GPUs, MFU in percent."""
+
+
+def test_published_mappings_come_out_near_and_folding_wins_each_time() -> None:
+    found = [100 * step(name, mapping, gpus, coupled=coupled).mfu for name, mapping, coupled, gpus, _ in PUBLISHED]
+    errors = [abs(mine / row[-1] - 1) for mine, row in zip(found, PUBLISHED, strict=True)]
+    assert sorted(errors)[4] < 0.12 and max(errors) < 0.25, errors
+    assert all(folded > coupled for coupled, folded in zip(found[:4], found[4:], strict=True))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ConfigError, match="layers cannot fill"):
+        step("mixtral-8x7b", "pp=64", 64)
+    with pytest.raises(ConfigError, match="cannot be cut"):
+        model("mixtral-8x7b", "ep=8", 64, batch=100)
