@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import typer
 
-from moe_comm.cli import check, diagnose, faults, observe, report, train, tune
+from moe_comm.cli import check, diagnose, faults, observe, report, train, tune, whatif
 from moe_comm.cli.bench import bench
 from moe_comm.errors import ConfigError, MissingDependency, MoeCommError
 from moe_comm.runtime import cpu_guard
@@ -36,6 +36,7 @@ app.add_typer(tune.app)
 app.add_typer(observe.app)
 app.add_typer(diagnose.app)
 app.add_typer(report.app)
+app.add_typer(whatif.app)
 app.add_typer(faults.app)
 
 

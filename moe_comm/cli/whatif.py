@@ -1,0 +1,42 @@
+"""``moe-comm whatif``: what stragglers cost a run, by replaying it as it was and as it could have been."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moe_comm.cli.options import load
+from moe_comm.errors import ConfigError
+
+app = typer.Typer()
+
+
+@app.command()
+def whatif(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or a published straggler trace.")],
+    steps: Annotated[
+        str | None, typer.Option(metavar="A:B", help="Only steps A to B.  [default: all whose spans were written]")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all numbers to FILE.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with a heat map to FILE.")] = None,
+) -> None:
+    """Say how much slower a run was than if nothing had been slower than its like, and what made it so."""
+    told = load("moe_comm.plan.whatif_text", "observe")
+    what_if = load("moe_comm.plan.whatif", "observe").what_if
+    if run.is_dir():
+        chosen = None if steps is None else load("moe_comm.observe.trace", "observe").parse_steps(steps)
+        trace = load("moe_comm.plan.run_trace", "observe").read_run_trace(run, chosen)
+        found = what_if(trace.graph, trace.even_N)
+    elif steps is not None:
+        raise ConfigError("--steps is for runs of moe-comm; a published trace is taken as a whole")
+    else:
+        published = load("moe_comm.plan.straggler_trace", "data")
+        found = what_if(published.straggler_graph(published.read_straggler_trace(run)))
+    typer.echo(told.text(found))
+    if json is not None:
+        told.write_json(found, json)
+    if html is not None:
+        told.write_page(found, html, run.name)
+        typer.echo(f"wrote {html} ({html.stat().st_size / 2**20:.1f} MiB)")
