@@ -41,18 +41,20 @@ class Link:
     """One kind of link, as one accelerator sees it.
 
     bytes_per_s: peak in one direction for each accelerator: a NIC that several share counts by its part.
-    latency_s: of one hop of a collective. reach: share of the peak that large messages get.
+    latency_s: of one hop of a collective. reach: share of the peak that large messages get. one_sided: of the rate that
+    copies and stores into a peer's memory get over a switch, what they get here (``moe_comm.plan.fused``).
     """
 
     name: str
     bytes_per_s: float
     latency_s: float
     reach: float
+    one_sided: float = 1.0
 
     def __post_init__(self) -> None:
         owner = f"link {self.name!r}"
         positive(owner, bytes_per_s=self.bytes_per_s)
-        share(owner, reach=self.reach)
+        share(owner, reach=self.reach, one_sided=self.one_sided)
         if isinstance(self.latency_s, bool) or not isinstance(self.latency_s, int | float):
             raise ConfigError(f"{owner}: latency_s must be a number, got {self.latency_s!r}")
         if not 0 <= self.latency_s < math.inf:
