@@ -77,6 +77,12 @@ class View:
         return next((one for one in reversed(self.doing) if one.kind.moves), None)
 
     @property
+    def meets(self) -> Doing | None:
+        """The innermost thing it does that others do with it: ``wait``, or one like saving, which a thread beside the
+        main one may carry out with the other ranks'."""
+        return self.wait or next((one for one in reversed(self.doing) if one.group), None)
+
+    @property
     def is_frozen(self) -> bool:
         """Whether none of its threads runs: it is stopped, or one of them keeps the interpreter's lock."""
         return self.fate == "stopped" or min(self.unbeaten_s, self.silent_s) >= self.patience_s
@@ -127,7 +133,7 @@ def analyse(views: Sequence[View]) -> Verdict | None:
         return _verdict("stuck", stuck, "; ".join(f"{_who([view])} is stuck: {_how(view)}" for view in stuck), edges)
     for ring in _rings(by_rank, edges):
         if all(view.silent_s >= view.patience_s and not view.is_patient for view in ring):
-            places = "; ".join(f"rank {view.rank} in {view.wait}" for view in ring)
+            places = "; ".join(f"rank {view.rank} in {view.meets}" for view in ring)
             return _verdict("stuck", ring, f"ranks wait for each other in different operations: {places}", edges)
     return None
 
@@ -161,9 +167,10 @@ def cut_off(views: Sequence[View], here: Sequence[int], mute_s: float, long_s: f
 def waits(views: Sequence[View]) -> dict[int, tuple[int, ...]]:
     """The ranks that each rank waits for; only those with any.
 
-    A rank in a call of a group waits for the members that have begun fewer calls, or that are frozen in the call; in a
-    transfer, for the rank at its other end, unless that is in one with it. A rank whose main thread is silent outside
-    of all calls, as one that waits for a GPU, may wait for those that have begun fewer calls of any of its groups.
+    A rank in a call of a group, saving is one, waits for the members that have begun fewer calls, or that are frozen in
+    the call; in a transfer, for the rank at its other end, unless that is in one with it. A rank whose main thread is
+    silent outside of all calls, as one that waits for a GPU, may wait for those that have begun fewer calls of any of
+    its groups.
     """
     by_rank = {view.rank: view for view in views}
     found: dict[int, tuple[int, ...]] = {}
@@ -177,7 +184,7 @@ def waits(views: Sequence[View]) -> dict[int, tuple[int, ...]]:
 
 
 def _targets(view: View, by_rank: Mapping[int, View]) -> set[int]:
-    wait = view.wait
+    wait = view.meets
     if wait is None:
         if view.silent_s < view.patience_s or view.is_patient:
             return set()
@@ -204,7 +211,7 @@ def _waited(by_rank: Mapping[int, View], edges: Mapping[int, tuple[int, ...]]) -
     """For each rank that others wait for, by way of others too, the longest that one has done so; seconds."""
     found: dict[int, float] = {}
     for start in edges:
-        wait = by_rank[start].wait
+        wait = by_rank[start].meets
         since = wait.age_s if wait is not None else by_rank[start].silent_s
         seen: set[int] = set()
         ahead = list(edges[start])

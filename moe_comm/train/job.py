@@ -138,7 +138,7 @@ def _train(
         if watch is not None:
             stack.enter_context(watch)
         saver = RunSaver(folder.checkpoints, config, machinery, corpus, _versions())
-        stack.callback(saver.close)
+        stack.push(saver.leave)
         if kept is not None:
             stack.callback(kept.close)
             every, timeout_s = config.checkpoint.peer_every, max(60.0, config.parallel.timeout_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -61,9 +62,11 @@ class RunSaver:
         """
         self._checkpoints.wait()
 
-    def close(self) -> None:
-        """Finish, and give back the group."""
-        self._checkpoints.close()
+    def leave(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Finish, and give back the group. A save that fails behind ``error`` is told and does not take its place."""
+        self._checkpoints.__exit__(kind, error, trace)
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint. Collective."""

@@ -63,6 +63,17 @@ def test_a_chain_over_several_groups_is_followed_to_its_end() -> None:
     assert culprits(*views) == (3,)
 
 
+def test_who_does_not_come_to_save_is_waited_for_by_those_that_do() -> None:
+    """Threads beside the main ones exchange what is saved: no call of the main thread says so."""
+    saves = (Doing(Kind.CHECKPOINT, "save", 6.0, group=WORLD, call=3),)
+    saving = [View(rank, silent_s=6.0, doing=saves, calls={(WORLD, Kind.CHECKPOINT): 3}) for rank in (0, 2, 3)]
+    absent = View(1, silent_s=6.0, unbeaten_s=6.0, calls={(WORLD, Kind.CHECKPOINT): 2})
+    assert waits([*saving, absent]) == {0: (1,), 2: (1,), 3: (1,)}
+    assert culprits(*saving, absent) == (1,)
+    slow = replace(absent, doing=saves, calls={(WORLD, Kind.CHECKPOINT): 3}, unbeaten_s=0.1)
+    assert culprits(*saving, slow) == (), "its disk takes long"
+
+
 def test_two_culprits_are_both_named() -> None:
     verdict = analyse([waiting(0, WORLD, 7), at_work(1, 6.0), waiting(2, WORLD, 7), at_work(3, 7.0)])
     assert verdict is not None

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moe_comm.errors import PeerError
+from moe_comm.errors import CheckpointError, PeerError
 from moe_comm.observe.records import FAULTS, FaultRecord, read_lines
 from moe_comm.runtime.event_reader import read_open
 from moe_comm.runtime.events import EVENTS
@@ -34,8 +34,8 @@ def run(rank: int, world: int, settings: list[str]) -> tuple[str, str]:
     """Folder of the run, or what ended it."""
     try:
         return str(run_config(None, settings).folder), ""
-    except PeerError as error:
-        return "", str(error)
+    except (PeerError, CheckpointError) as error:
+        return "", "\n".join([str(error), *getattr(error, "__notes__", [])])
 
 
 def test_a_killed_rank_is_in_the_folder_once_and_in_the_error(pool2: RankPool, tmp_path: Path) -> None:
@@ -48,6 +48,21 @@ def test_a_killed_rank_is_in_the_folder_once_and_in_the_error(pool2: RankPool, t
     report = folder / "faults" / "rank-00000-step3.txt"
     assert str(report) in caught
     assert "rank 0  waits for rank 1 in " in report.read_text() or "rank 0  caught" in report.read_text()
+
+
+@pytest.mark.parametrize("background", ["true", "false"])
+@pytest.mark.parametrize("steps", [2, 4])
+def test_a_rank_that_does_not_come_to_save_is_named(
+    pool2: RankPool, tmp_path: Path, background: str, steps: int
+) -> None:
+    """The others are in the checkpoint's own exchange, in a thread beside the main one; at the end of the run, too."""
+    plan = 'faults.plan=["hold_gil:rank=1,step=2,at=end,seconds=100"]'
+    more = ["checkpoint.every=2", f"checkpoint.background={background}", f"run.steps={steps}", "watch.stuck_s=2.0"]
+    (_, caught), _ = pool2.run(run, [*write_text(tmp_path), plan, *more], timeout=90, expect_dead={1})
+    (folder,) = (tmp_path / "runs").iterdir()
+    (record,) = read_lines(folder / FAULTS, FaultRecord)
+    assert (record.kind, record.ranks, record.step, record.action) == ("stuck", [1], 2, "stop")
+    assert "lock is held" in record.what and "rank 1" in caught
 
 
 def test_a_run_without_faults_has_no_reports(pool2: RankPool, tmp_path: Path) -> None:

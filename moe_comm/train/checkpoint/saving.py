@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +27,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed import checkpoint as dcp
 
 from moe_comm.errors import CheckpointError, ConfigError
+from moe_comm.runtime.event_layout import Kind
+from moe_comm.runtime.events import EVENTS
+from moe_comm.runtime.group_names import group_of
 from moe_comm.runtime.untrusted import DEEPEST, parse_object
 from moe_comm.train.checkpoint import folder as folders
 from moe_comm.train.checkpoint.entries import Entry
@@ -205,7 +209,8 @@ class Checkpointer:
         if job is None:
             return self._report
         assert job.thread is not None
-        job.thread.join()
+        with self._meeting("saving"):
+            job.thread.join()
         self._job = None
         if job.problem is not None:
             raise CheckpointError(f"step {job.step} could not be saved to {self.folder}: {job.problem}")
@@ -293,13 +298,18 @@ class Checkpointer:
         job.stage_s = time.perf_counter() - job.started
         job.staged.set()
 
+    def _meeting(self, name: str) -> AbstractContextManager[object]:
+        """Around what waits for all ranks, on the main thread: so others know who does not come."""
+        return EVENTS.span(Kind.CHECKPOINT, name, group=group_of(self._group))
+
     def _together(self, call: Callable[[], T]) -> T:
         """A collective outside of a save."""
         self.wait()
         if self._several and self._group is None:
             raise CheckpointError(_NO_GROUP)
         try:
-            return call()
+            with self._meeting("exchange"):
+                return call()
         except PeerLost as error:
             text = str(error)
         self._give_up_group()
