@@ -62,9 +62,7 @@ class RunSaver:
         """
         self._checkpoints.wait()
 
-    def leave(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Finish, and give back the group. A save that fails behind ``error`` is told and does not take its place."""
         self._checkpoints.__exit__(kind, error, trace)
 
