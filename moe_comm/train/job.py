@@ -6,14 +6,12 @@ import contextlib
 import shlex
 import signal
 import socket
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from statistics import fmean
-from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -47,6 +45,7 @@ from moe_comm.train.ranks import Ranks, digest
 from moe_comm.train.recording import Recording
 from moe_comm.train.result import LAST_STEPS, RunResult
 from moe_comm.train.saver import RunSaver
+from moe_comm.train.signals import handler_put_back, stop_on_signals
 from moe_comm.train.trainer import Machinery, Trainer
 from moe_comm.train.watching import StepBegins, StepEnds, watch_run
 
@@ -132,6 +131,7 @@ def _train(
 ) -> RunResult:
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(handler_put_back(signal.SIGTERM))
         sinks: list[MetricsSink] = []
         EVENTS.enabled = config.observe.events
         watch = watch_run(config, ranks, folder.path, progress.say)
@@ -210,7 +210,7 @@ def _train(
         if watch is not None:
             stack.push(watch)  # leaves first too: the others are not to wait for what ends a rank that has failed
         try:
-            with _stop_on_signals(trainer) as signals:
+            with stop_on_signals(trainer.request_stop) as signals:
                 status = trainer.fit()
                 saved = _save_end(trainer, saver)
                 # Who asks to stop is not made to wait: what stands behind may kill ranks that take long to end.
@@ -317,40 +317,6 @@ def _sample(config: TrainConfig, corpus: Corpus, folder: RunFolder) -> str:
     text = sample.shown(corpus.tokenizer().decode(ids))
     folder.save_sample(text)
     return text
-
-
-@contextlib.contextmanager
-def _stop_on_signals(trainer: Trainer) -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM end training after the step in progress, on all ranks together; a second one ends it at once.
-    Yields the signals that came.
-
-    A rank that left in the middle of a step would leave its peers waiting, and the weights half updated. A terminal
-    and a launcher may both pass on one press, so signals right after the first are taken for the same one.
-    """
-    seen: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield seen  # Python delivers signals to the main thread only
-        return
-    kinds = (signal.SIGINT, signal.SIGTERM)
-    before = {kind: signal.getsignal(kind) for kind in kinds}
-
-    presses: list[float] = []
-
-    def stop(kind: int, frame: FrameType | None) -> None:
-        presses.append(time.monotonic())
-        seen.append(int(kind))
-        trainer.request_stop()
-        if len(presses) > 1 and presses[-1] - presses[0] >= SAME_PRESS_S:
-            signal.signal(kind, before[signal.Signals(kind)])
-            signal.raise_signal(kind)
-
-    for kind in kinds:
-        signal.signal(kind, stop)
-    try:
-        yield seen
-    finally:
-        for kind in kinds:
-            signal.signal(kind, before[kind])
 
 
 def _versions() -> dict[str, str]:

@@ -49,9 +49,9 @@ def watch_run(config: TrainConfig, ranks: Ranks, folder: Path, say: Callable[[st
     options = WatchOptions(settings.stuck_s, settings.start_s, settings.end, config.observe.records)
 
     def noticed(fault: Fault) -> None:
-        dump(folder, fault.what)
         if fault.speaks:
             append(folder / FAULTS, record_of(fault, attempt_of(folder)))
+        dump(folder, fault.what)
 
     try:
         return watching(options, folder / REPORTS, [noticed])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +13,11 @@ import pytest
 
 from moe_comm.errors import CheckpointError, PeerError
 from moe_comm.observe.records import FAULTS, FaultRecord, read_lines
+from moe_comm.runtime.board import Board, Phase
 from moe_comm.runtime.event_reader import read_open
 from moe_comm.runtime.events import EVENTS
 from moe_comm.runtime.watch_graph import PATIENT_KINDS
+from moe_comm.train import watching
 from moe_comm.train.hooks import StepHook
 from moe_comm.train.inject import Injector
 from moe_comm.train.job import run_config
@@ -48,6 +52,34 @@ def test_a_killed_rank_is_in_the_folder_once_and_in_the_error(pool2: RankPool, t
     report = folder / "faults" / "rank-00000-step3.txt"
     assert str(report) in caught
     assert "rank 0  waits for rank 1 in " in report.read_text() or "rank 0  caught" in report.read_text()
+
+
+def run_told_to_end(rank: int, world: int, settings: list[str]) -> tuple[str, str]:
+    """``run``, with the agent's SIGTERM while what was noticed is written and the main thread leaves."""
+    out, leave, write = threading.Event(), Board.leave, watching.dump
+
+    def left(board: Board, phase: Phase, words: str = "") -> None:
+        leave(board, phase, words)
+        out.set()
+
+    def told(folder: Path, what: str) -> None:
+        assert out.wait(30)
+        os.kill(os.getpid(), signal.SIGTERM)
+        write(folder, what)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Board, "leave", left)
+        patch.setattr(watching, "dump", told)
+        return run(rank, world, settings)
+
+
+def test_what_was_noticed_is_written_though_the_agent_ends_the_rank(pool2: RankPool, tmp_path: Path) -> None:
+    settings = [*write_text(tmp_path), 'faults.plan=["kill:rank=1,step=3"]']
+    (_, caught), _ = pool2.run(run_told_to_end, settings, timeout=90, expect_dead={1})
+    (folder,) = (tmp_path / "runs").iterdir()
+    (record,) = read_lines(folder / FAULTS, FaultRecord)
+    assert (record.kind, record.ranks) == ("died", [1]) and "Noticed" in caught
+    assert [path.name for path in (folder / "dumps").glob("*/*")] == ["rank-00000.jsonl"]
 
 
 @pytest.mark.parametrize("background", ["true", "false"])
