@@ -162,6 +162,10 @@ PYBIND11_MODULE(_C, m) {
   py::class_<Layout, std::shared_ptr<Layout>>(m, "Layout")
       .def_property_readonly("rows_per_expert", [](const Layout& l) { return py::tuple(py::cast(l.rows_per_expert)); })
       .def_readonly("rows", &Layout::rows)
+      .def_property_readonly("counts",
+                             [](const Layout& l) {
+                               return py::bytes(reinterpret_cast<const char*>(l.counts.data()), l.counts.size() * 8);
+                             })
       .def("slots",
            [](const Layout& l, int64_t first, int64_t last) {
              if (first < 0 || last < first || last > static_cast<int64_t>(l.counts.size())) throw py::index_error();

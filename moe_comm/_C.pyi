@@ -60,8 +60,12 @@ class Layout:
     def rows_per_expert(self) -> tuple[int, ...]: ...
     @property
     def rows(self) -> int: ...
+    @property
+    def counts(self) -> bytes:
+        """[W, E] int64: slots that each rank has for each expert."""
+
     def slots(self, first: int, last: int, /) -> int:
-        """Sum over a range of [W, E]: slots that each rank has for each expert."""
+        """Sum over a range of ``counts``."""
 
     @property
     def dropped(self) -> int: ...
