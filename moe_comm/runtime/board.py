@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import json
 import mmap
 import os
@@ -23,7 +24,7 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -40,6 +41,7 @@ PAGE = 4096
 NOTICE_BYTES = 1 << 20
 STACK_BYTES = 64 << 10
 TEXT_BYTES = 1024
+LOCK_S = 0.5
 STEADY_LOOKS = 5
 """Stacks are whole when so many looks, 3 ms apart, have found no more of them: a thread follows the other."""
 FIRST_SIGNAL = signal.SIGRTMIN + 6
@@ -221,14 +223,19 @@ class Board:
         LONG.pack_into(self._view, at + _LEFT_NS_AT, time.monotonic_ns())
         LONG.pack_into(self._view, at + _PHASE_AT, phase)
 
-    def post(self, text: str) -> int:
-        """Tell all ranks of this host; returns the notice's number."""
+    def post(self, text: str, after: int) -> int:
+        """Tell all ranks of this host, unless one has told them more than notice ``after`` by now.
+
+        Returns the notice's number; 0: it was not told.
+        """
         data = text.encode()[: NOTICE_BYTES - 1]
-        self._view[PAGE : PAGE + len(data)] = data
-        LONG.pack_into(self._view, _SIZE_AT, len(data))
-        number = self.sequence + 1
-        LONG.pack_into(self._view, _SEQUENCE_AT, number)
-        return number
+        with self._alone():
+            if self.sequence != after:
+                return 0
+            self._view[PAGE : PAGE + len(data)] = data
+            LONG.pack_into(self._view, _SIZE_AT, len(data))
+            LONG.pack_into(self._view, _SEQUENCE_AT, after + 1)
+        return after + 1
 
     @property
     def sequence(self) -> int:
@@ -330,6 +337,24 @@ class Board:
                 raise OSError(f"rank {rank} (pid {member.pid}) has ended")
             self._poll.register(self._pidfds[rank], select.POLLIN)
             self._stacks[rank] = os.open(member.stacks, os.O_RDONLY | os.O_CLOEXEC)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Among the ranks of this host, by a lock that goes with its holder; one that is stopped with it is passed."""
+        lock = self._stacks[self.here[0]]
+        end = time.monotonic() + LOCK_S
+        held = False
+        while not held and time.monotonic() < end:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                held = True
+            except BlockingIOError:
+                time.sleep(0.001)
+        try:
+            yield
+        finally:
+            if held:
+                fcntl.flock(lock, fcntl.LOCK_UN)
 
     def _send(self, rank: int, number: int) -> bool:
         try:

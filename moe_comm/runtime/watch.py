@@ -87,6 +87,7 @@ class Watcher:
         self._viewer = Viewer(board, EARLY * options.stuck_s, options.start_s, self._since)
         self._own = board.region(board.rank)
         EVENTS.attach(self._own, board.rank, board.records)
+        LONG.pack_into(self._own, BEAT_AT, self._turned)  # or others would take it for one that cannot speak
         self._pace = Pace(board, options)
         self._notices = Notices(board, options, folder, on_fault, self._leads)
         if store is not None:
@@ -297,7 +298,6 @@ class Watcher:
         active |= {rank: (verdict.kind, LONG.unpack_from(self.board.region(rank), ACTIVE_AT)[0]) for rank in here}
         if all(self._reported.get(rank) == state for rank, state in active.items()):
             return
-        self._reported |= active
         end = self.options.end and verdict.kind == "stuck"
         end = end and not any(view.fate == "left" for view in views if view.rank in verdict.ranks)
         stops = end or verdict.kind in ("died", "error") or (verdict.kind == "unreachable" and self.options.end)
@@ -317,27 +317,37 @@ class Watcher:
             healthy_ns=now - int((verdict.silent_s + starved) * 1e9),
             report=describe(verdict, views, stacks) + self._own_events(now),
         )
-        self._tell(fault, victims if end else ())
+        if self._tell(fault, victims if end else ()):
+            self._reported |= active
 
-    def _tell(self, fault: Fault, victims: Sequence[int]) -> None:
+    def _tell(self, fault: Fault, victims: Sequence[int]) -> bool:
+        """False if another rank of this host was faster: two that just came to may both take themselves for the one
+        that speaks."""
         notice = notice_text(asdict(fault) | {"speaker": self.board.rank, "victims": list(victims)})
+        number = self.board.post(notice, self._notices.seen)
+        if not number:
+            return False
         if self._hosts is not None:
             self._hosts.tell(notice)
-        self._notices.take(self.board.post(notice))
+        self._notices.take(number)
         self.board.wake()
+        return True
 
     def _hear(self, hosts: HostBeats) -> None:
         """Pass on what another host has told, unless this one knows already."""
         for number, notice in hosts.notices().items():
             if self._remote_seen.get(number) == notice or not self._leads():
                 continue
-            self._remote_seen[number] = notice
             told = json.loads(notice)
+            known = self._notices.over or (self.fault is not None and tuple(told["ranks"]) == self.fault.ranks)
+            if not known:
+                more = {"report": told["report"] + self._own_events(time.monotonic_ns()), "healthy_ns": 0}
+                if not self.board.post(notice_text(told | more), self._notices.seen):
+                    return  # there is one to take first
+            self._remote_seen[number] = notice
             self._reported |= dict.fromkeys(told["ranks"], (told["kind"], -told["step"]))
-            if self._notices.over or (self.fault is not None and tuple(told["ranks"]) == self.fault.ranks):
-                continue
-            told |= {"report": told["report"] + self._own_events(time.monotonic_ns()), "healthy_ns": 0}
-            self.board.post(notice_text(told))
+            if not known:
+                return  # likewise
 
     def _last_wait(self) -> str:
         """What this rank's main thread was in when another rank's end let it go."""

@@ -32,7 +32,8 @@ class Notices:
     """This rank's, as they come on ``board``.
 
     on_fault: called with each, on a thread of its own. leads: whether this rank speaks for its host now.
-    fault: the newest. over: the ranks are to end. told: one was written down and passed on.
+    fault: the newest. over: the ranks are to end. told: one was written down and passed on. seen: number of the last
+    that this rank has taken.
     """
 
     def __init__(
@@ -48,19 +49,19 @@ class Notices:
         self.told = threading.Event()
         self._board, self._options, self._leads = board, options, leads
         self._folder, self._on_fault = folder, tuple(on_fault)
-        self._seen = self._over_ns = self._gone_ns = 0
+        self.seen = self._over_ns = self._gone_ns = 0
         self._writer: threading.Thread | None = None
 
     @property
     def new(self) -> int:
         """Number of one that this rank has not taken yet; 0: none."""
-        return self._board.sequence if self._board.sequence > self._seen else 0
+        return self._board.sequence if self._board.sequence > self.seen else 0
 
     def take(self, number: int) -> None:
         """This rank learns of the newest one."""
         board = self._board
         board.acknowledge(number)
-        self._seen = number
+        self.seen = number
         told: dict[str, Any] = json.loads(board.notice())
         speaker, victims = told.pop("speaker"), told.pop("victims")
         path = self._folder / f"rank-{board.rank:05d}-step{told['step']}.txt"

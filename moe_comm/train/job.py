@@ -49,7 +49,6 @@ from moe_comm.train.signals import handler_put_back, stop_on_signals
 from moe_comm.train.trainer import Machinery, Trainer
 from moe_comm.train.watching import StepBegins, StepEnds, watch_run
 
-SAME_PRESS_S = 1.0
 RAISED_TOGETHER = (NonFiniteLoss, UnsettledStep, CorruptPayload)
 """By all ranks of a training step, which can still save the weights that were good."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import time
@@ -79,12 +80,47 @@ def meet_and_tell(rank: int, world: int, arg: Any) -> dict[str, Any]:
             "phase": page.phase,
             "patience": page.patience_s,
         }
-        board.post("something happened")
+        board.post("something happened", 0)
         assert soon(lambda: board.page(1).acknowledged == 1)
         dist.barrier()
         return found
     finally:
         board.close()
+
+
+def test_of_ranks_that_tell_at_once_one_is_heard(pool2: RankPool) -> None:
+    first, second = pool2.run(tell_at_once, timeout=60)
+    numbers = range(1, AT_ONCE + 1)
+    assert [max(pair) for pair in zip(first["told"], second["told"], strict=True)] == list(numbers)
+    assert [min(pair) for pair in zip(first["told"], second["told"], strict=True)] == [0] * AT_ONCE
+    speakers = ["0" if told else "1" for told in first["told"]]
+    assert first["notices"] == second["notices"] == speakers
+
+
+AT_ONCE = 200
+
+
+def tell_at_once(rank: int, world: int, arg: Any) -> dict[str, Any]:
+    board = Board.meet(rank, records=RECORDS)
+    told, notices = [], []
+    try:
+        for number in range(AT_ONCE):
+            dist.barrier()
+            told.append(board.post(str(rank), number))
+            dist.barrier()
+            notices.append(board.notice())
+        return {"told": told, "notices": notices}
+    finally:
+        board.close()
+
+
+def test_a_rank_that_is_stopped_while_it_tells_does_not_keep_others_from_it(alone: Board) -> None:
+    other = os.open(f"/proc/self/fd/{alone._stacks[0]}", os.O_RDONLY | os.O_CLOEXEC)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    assert alone.post("late", 0) == 1
+    os.close(other)
+    assert alone.post("again", 0) == 0
+    assert alone.notice() == "late"
 
 
 def test_stacks_come_from_a_rank_that_holds_the_lock_of_its_interpreter(pool2: RankPool) -> None:
@@ -186,9 +222,9 @@ def test_nothing_of_a_board_has_a_name(alone: Board) -> None:
 
 
 def test_a_long_notice_is_cut_and_words_of_a_failed_rank_are_kept(alone: Board) -> None:
-    assert alone.post("x" * (NOTICE_BYTES + 5)) == 1
+    assert alone.post("x" * (NOTICE_BYTES + 5), 0) == 1
     assert alone.notice() == "x" * (NOTICE_BYTES - 1)
-    assert alone.post("short") == 2
+    assert alone.post("short", 1) == 2
     assert alone.notice() == "short"
     alone.leave(Phase.FAILED, "ValueError: é" + "y" * 5000)
     page = alone.page(0)

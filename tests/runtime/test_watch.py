@@ -225,7 +225,7 @@ def noticed(kind: str, ranks: tuple[int, ...], victims: list[int], report: str =
 
 @pytest.mark.parametrize("report", ["é\n" * 2_000_000, "x" * NOTICE_BYTES])
 def test_a_notice_that_is_too_long_loses_the_end_of_its_report(alone: Board, report: str) -> None:
-    alone.post(noticed("died", (0,), [], report))
+    alone.post(noticed("died", (0,), [], report), 0)
     told = json.loads(alone.notice())
     assert (told["what"], told["speaker"]) == ("rank 0 is it", 0)
     assert report.startswith(told["report"])
@@ -243,7 +243,7 @@ def test_a_culprit_is_ended_though_its_report_cannot_be_written(
         disk.wait(30)
 
     notices = Notices(alone, OPTIONS, tmp_path, [write], lambda: True)
-    alone.post(noticed("stuck", (0,), [0]))
+    alone.post(noticed("stuck", (0,), [0]), 0)
     notices.take(notices.new)
     assert (ended, notices.told.is_set()) == ([0], False)
     disk.set()
@@ -257,7 +257,7 @@ def test_who_waits_for_a_rank_that_failed_lets_it_write_its_checkpoint_first(
     monkeypatch.setattr(os, "_exit", codes.append)
     notices = Notices(alone, OPTIONS, tmp_path, (), lambda: True)
     alone.say(Phase.STEP, 1.0)
-    alone.post(noticed("error", (0,), []))
+    alone.post(noticed("error", (0,), []), 0)
     notices.take(notices.new)
     second = 1_000_000_000
     now = notices._over_ns
@@ -276,7 +276,7 @@ def test_what_a_rank_never_says_it_is_waited_for_no_longer_than_the_start(
     monkeypatch.setattr(os, "_exit", codes.append)
     notices = Notices(alone, OPTIONS, tmp_path, (), lambda: True)
     alone.say(Phase.STEP, 1.0)
-    alone.post(noticed("error", (0,), []))
+    alone.post(noticed("error", (0,), []), 0)
     notices.take(notices.new)
     notices.come_out(notices._over_ns + int((OPTIONS.start_s + 6) * 1e9))
     assert codes == [ENDED_BY_WATCH]

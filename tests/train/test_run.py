@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_comm.cli import run as command
 from moe_comm.errors import ConfigError, MissingDependency, NonFiniteLoss, RankMismatch
-from moe_comm.train import RunResult, job, run
+from moe_comm.train import RunResult, job, run, signals
 from moe_comm.train.checkpoint import CheckpointReader, latest
 from moe_comm.train.config import load
 from moe_comm.train.export import export_run
@@ -240,7 +240,7 @@ def test_the_command_with_a_single_rank_tells_ctrl_c_from_sigterm_as_with_more(
 
 
 def test_one_press_that_arrives_twice_is_one(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "SAME_PRESS_S", 3600.0)
+    monkeypatch.setattr(signals, "SAME_PRESS_S", 3600.0)
     send = _signal_at(signal.SIGINT, 2)
     with watched(lambda report: [send(report) for _ in range(2)] and None):
         assert run(None, settings).status == "interrupted"
@@ -261,7 +261,7 @@ def interruptible() -> Iterator[None]:
 
 @pytest.mark.usefixtures("interruptible")
 def test_a_second_ctrl_c_ends_at_once(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "SAME_PRESS_S", 0.0)
+    monkeypatch.setattr(signals, "SAME_PRESS_S", 0.0)
     send = _signal_at(signal.SIGINT, 2)
     with watched(lambda report: [send(report) for _ in range(2)] and None), pytest.raises(KeyboardInterrupt):
         run(None, settings)
