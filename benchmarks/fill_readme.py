@@ -5,7 +5,7 @@
 The folder holds dispatch-2-ranks.json, dispatch-4-ranks.json, small.json, layer-comm.json, layer-compute.json,
 train-comm.json, train-compute.json, overlap.json, overlap-layer.json, overlap-rows.json
 and hierarchical.json, as ``moe-comm bench`` writes them, parity.json, as ``moe-comm parity`` does, and
-tune-2-ranks.json and tune-2-hosts.json, as ``moe-comm tune`` does.
+tune-2-ranks.json and tune-2-hosts.json, as ``moe-comm tune`` does; and plan.json of ``moe-comm bench plan``.
 """
 
 from __future__ import annotations
@@ -251,6 +251,28 @@ def tune_block(folder: Path) -> str:
     return "\n".join(lines)
 
 
+def plan_block(folder: Path) -> str:
+    """Predicted steps of mappings on CPU ranks against measured ones."""
+    found = load(folder, "plan")
+    lines = ["| ranks | mapping | measured, ms | predicted, ms | error |", "|---|---|---:|---:|---:|"]
+    picks = []
+    s = found["settings"]
+    for group in found["groups"]:
+        ranks = f"{group['ranks']}" + (f" on {group['hosts']} hosts" if group["hosts"] > 1 else "")
+        for row in group["mappings"]:
+            numbers = f"{row['step_ms']:,.0f} | {row['predicted_ms']:,.0f} | {row['error']:+.1%}"
+            lines.append(f"| {ranks} | {row['mapping']} | {numbers} |")
+        picks.append(f"{group['pick']} on {ranks} ({group['regret']:.1%} above the best)")
+    lines += [
+        "",
+        f"Errors: {found['median_error']:.1%} in the median, {found['worst_error']:.1%} at worst, {found['within']} of "
+        f"{found['mappings']} within 15%. Picked: {'; '.join(picks)}. {s['layers']} layers, D {s['hidden']}, F "
+        f"{s['ffn']}, E {s['experts']}, K {s['top_k']}, {s['batch']} sequences of {s['seq_len']}, fp32; mb: sequences "
+        f"of a micro-batch; hosts are joined at {s['link_gbit']:g} Gbit/s. {where(found, folder)}.",
+    ]
+    return "\n".join(lines)
+
+
 ROOT = Path(__file__).parent.parent
 BLOCKS = {
     "dispatch": ("README.md", dispatch_block),
@@ -260,6 +282,7 @@ BLOCKS = {
     "overlap": ("docs/overlap.md", overlap_block),
     "tune": ("docs/overlap.md", tune_block),
     "hierarchical": ("docs/dispatch.md", hierarchical_block),
+    "plan": ("docs/plan.md", plan_block),
 }
 
 

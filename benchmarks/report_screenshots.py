@@ -1,4 +1,4 @@
-"""The pictures of reports in docs/: made-up runs of 2 and of 1,000 ranks, drawn by headless Chromium.
+"""The pictures of pages in docs/: reports of made-up runs of 2 and of 1,000 ranks, and a plan, by headless Chromium.
 
     python benchmarks/report_screenshots.py [FOLDER]
 
@@ -18,8 +18,17 @@ from selenium import webdriver
 
 from moe_comm.observe.report import write_report
 from moe_comm.observe.synthetic import SlowLink, Straggler, SyntheticFault, SyntheticRun, write_run
+from moe_comm.plan.hardware_table import cluster_named
+from moe_comm.plan.mapping import Mapping
+from moe_comm.plan.model_file import model_named
+from moe_comm.plan.operators import Load
+from moe_comm.plan.page import write_page
+from moe_comm.plan.question import Question
+from moe_comm.plan.simulate import simulate
+from moe_comm.plan.timeline import timeline
 
 WIDTH, COLORS, MOST_BYTES = 1280, 160, 400_000
+PLANNED = ("tp=2,pp=8", "tp=2,pp=4", "tp=4,pp=8", "tp=1,pp=8", "tp=4,pp=4", "tp=8,pp=4")
 RUNS = {
     "report-2-ranks": (
         "light",
@@ -60,11 +69,27 @@ def main(folder: Path) -> None:
         for name, (theme, run) in RUNS.items():
             with tempfile.TemporaryDirectory() as place:
                 page = write_report([write_run(Path(place) / f"{run.ranks}-ranks", run)])
-                out = folder / f"{name}.png"
-                out.write_bytes(picture(browser, page, theme))
-                print(f"{out}: {out.stat().st_size:,} bytes, of a page of {page.stat().st_size / 1e6:.1f} MB")
+                save(browser, page, theme, folder / f"{name}.png")
+        with tempfile.TemporaryDirectory() as place:
+            save(browser, plan_page(Path(place) / "plan.html"), "light", folder / "plan.png")
     finally:
         browser.quit()
+
+
+def plan_page(path: Path) -> Path:
+    """Of Mixtral 8x22B on 128 H100, the mappings of MoE Parallel Folding's table 3 among the candidates."""
+    asked = Question(model_named("mixtral-8x22b"), cluster_named("h100", 128), Load(4096, capacity=1.0), 256)
+    found = [asked.candidate(Mapping.parse(f"{one},ep=8", 128)) for one in PLANNED]
+    best, *others = sorted(found, key=lambda one: one.step.seconds)
+    model = asked.model(best.mapping)
+    write_page(asked, best, timeline(model), (best, *others), path, simulate(model, {67: 1.5}))
+    return path
+
+
+def save(browser: webdriver.Chrome, page: Path, theme: str, out: Path) -> None:
+    """Write the page's picture."""
+    out.write_bytes(picture(browser, page, theme))
+    print(f"{out}: {out.stat().st_size:,} bytes, of a page of {page.stat().st_size / 1e6:.1f} MB")
 
 
 def picture(browser: webdriver.Chrome, page: Path, theme: str) -> bytes:
@@ -74,9 +99,9 @@ def picture(browser: webdriver.Chrome, page: Path, theme: str) -> bytes:
     browser.set_window_size(WIDTH, 1000)
     browser.get(page.as_uri())
     browser.execute_script(
-        "const one = document.getElementById('view-links'); if (!one.options[4].disabled) one.value = 'probe'"
+        "const one = document.getElementById('view-links'); if (one && !one.options[4].disabled) one.value = 'probe';"
+        "if (one) one.dispatchEvent(new Event('change'))"
     )
-    browser.execute_script("document.getElementById('view-links').dispatchEvent(new Event('change'))")
     browser.set_window_size(WIDTH, browser.execute_script("return document.documentElement.scrollHeight") + 150)
     browser.execute_async_script("setTimeout(arguments[0], 1000)")
     shot = Image.open(io.BytesIO(browser.find_element("tag name", "body").screenshot_as_png)).convert("RGB")

@@ -1,4 +1,5 @@
-"""What holds for the whole test run: one torch thread, ranks to borrow, and nothing left behind in shared memory."""
+"""What holds for the whole test run: one torch thread, ranks to borrow, the same examples each time, and nothing left
+behind in shared memory."""
 
 from __future__ import annotations
 
@@ -7,10 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests.pool import RankPool
 
 SHARED_MEMORY = Path("/dev/shm")
+
+# Or an example that takes 0.2 s on a busy machine would be a failure, and each run would draw other ones.
+settings.register_profile(
+    "steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
+)
+settings.load_profile("steady")
 
 
 def pytest_configure(config: pytest.Config) -> None:

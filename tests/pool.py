@@ -90,7 +90,7 @@ class RankPool:
         self,
         work: Work,
         arg: Any = None,
-        timeout: float = 60.0,
+        timeout: float = 120.0,
         *,
         expect_dead: Collection[int] = (),
         grace: float = 5.0,

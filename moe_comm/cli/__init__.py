@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import typer
 
-from moe_comm.cli import check, diagnose, faults, observe, report, train, tune, whatif
+from moe_comm.cli import check, diagnose, faults, observe, plan, report, train, tune, whatif
 from moe_comm.cli.bench import bench
 from moe_comm.errors import ConfigError, MissingDependency, MoeCommError
 from moe_comm.runtime import cpu_guard
@@ -32,6 +32,7 @@ app = typer.Typer(
 app.add_typer(check.app)
 app.add_typer(train.app)
 app.add_typer(bench, name="bench")
+app.add_typer(plan.app)
 app.add_typer(tune.app)
 app.add_typer(observe.app)
 app.add_typer(diagnose.app)

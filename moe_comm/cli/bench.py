@@ -179,6 +179,25 @@ def bench_hierarchical(
     module.main(module.HierarchicalBench(**values), json_out)
 
 
+@bench.command("plan")
+def bench_plan(
+    ranks: Annotated[
+        list[int] | None, typer.Option(min=2, help="Only mappings on so many; repeat for more. [2, 4 and 8]")
+    ] = None,
+    hosts: Annotated[bool, typer.Option(help="Mappings over a shaped link too; needs root.")] = True,
+    link_gbit: Annotated[float, typer.Option(min=0.001, help="Rate of the link, Gbit/s.")] = 1.0,
+    warmup: Warmup = 1,
+    steps: Annotated[int, typer.Option(min=1, help="Rounds to take the median of.")] = 5,
+    seed: Seed = 0,
+    json_out: JsonOut = None,
+) -> None:
+    """Steps of mappings on this machine, measured and predicted; and whether planning picks the fastest."""
+    settings = load("moe_comm.bench.plan_settings", "bench")
+    cases = tuple(case for case in settings.CASES if (not ranks or case.ranks in ranks) and (hosts or case.hosts == 1))
+    values: dict[str, Any] = {"link_gbit": link_gbit, "warmup": warmup, "steps": steps, "seed": seed, "cases": cases}
+    load("moe_comm.bench.plan_bench", "bench").main(settings.PlanBench(**values), json_out)
+
+
 @bench.command("diagnosis")
 def bench_diagnosis(
     slow: Annotated[int, typer.Option(min=0, help="Cases of a slow rank.")] = 80,

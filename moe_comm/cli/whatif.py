@@ -20,7 +20,9 @@ def whatif(
         str | None, typer.Option(metavar="A:B", help="Only steps A to B.  [default: all whose spans were written]")
     ] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all numbers to FILE.")] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with a heat map to FILE.")] = None,
+    page: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page of HTML with a heat map of the workers to FILE.")
+    ] = None,
 ) -> None:
     """Say how much slower a run was than if nothing had been slower than its like, and what made it so."""
     told = load("moe_comm.plan.whatif_text", "observe")
@@ -37,6 +39,6 @@ def whatif(
     typer.echo(told.text(found))
     if json is not None:
         told.write_json(found, json)
-    if html is not None:
-        told.write_page(found, html, run.name)
-        typer.echo(f"wrote {html} ({html.stat().st_size / 2**20:.1f} MiB)")
+    if page is not None:
+        load("moe_comm.plan.whatif_page", "observe").write_page(found, page, run.absolute().name)
+        typer.echo(f"wrote {page} ({page.stat().st_size / 2**20:.1f} MiB)")

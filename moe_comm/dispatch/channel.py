@@ -31,6 +31,8 @@ from moe_comm.runtime.memory import warm_rows
 
 SLICE_S = 0.5
 LINGER_S = 10.0
+AT_ONCE_S = 50e-6
+"""What was started longer ago than this went on beside other work; its span says when."""
 _TIMED_OUT = re.compile("timed? ?out|timeout", re.IGNORECASE)
 _LOST = re.compile("closed by peer|reset by peer|read error|broken pipe|pair closure|connection|nccl", re.IGNORECASE)
 
@@ -195,14 +197,23 @@ class Channel:
         if self.failed is not None:
             raise type(self.failed)(*self.failed.args)
         self._place = place = self._place + 1
+        started = time.monotonic()
         work: Work | RuntimeError
         try:
             work = start()
         except RuntimeError as error:
             work = error
-        return _Begun(work, lambda: self._finish(work, device, doing, place, nbytes))
+        return _Begun(work, lambda: self._finish(work, device, doing, place, nbytes, started))
 
-    def _finish(self, work: Work | RuntimeError, device: torch.device, doing: str, place: int, nbytes: int) -> None:
+    def _finish(
+        self,
+        work: Work | RuntimeError,
+        device: torch.device,
+        doing: str,
+        place: int,
+        nbytes: int,
+        started: float,
+    ) -> None:
         begun = time.monotonic()
         if self.failed is not None:
             raise type(self.failed)(*self.failed.args)
@@ -214,7 +225,9 @@ class Channel:
                 with EVENTS.span(Kind.COLLECTIVE, name, group=group, nbytes=nbytes):
                     work.wait()  # orders streams; the backend's watchdog holds the deadline
             else:
-                with moving(Kind.COLLECTIVE, name, group=group, nbytes=nbytes):
+                with moving(Kind.COLLECTIVE, name, group=group, nbytes=nbytes) as span:
+                    if begun - started > AT_ONCE_S:
+                        span.put_device(round(started * 1e9), 0)
                     self._wait(work, begun, doing, place)
         except MoeCommError:
             raise

@@ -175,6 +175,8 @@ def span_lines(
             line += f',"rows":{_listed(rows)}'
         if thread:
             line += f',"thread":{thread}'
+        if on and not off:
+            line += f',"begun_ns":{on + shift}'
         lines.append(line + end_of_line)
     return lines
 

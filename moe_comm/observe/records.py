@@ -64,7 +64,10 @@ class RankStep:
 
 @dataclass(frozen=True)
 class SpanLine:
-    """A span; times on its host's wall clock, ns since 1970; ``skew_ns`` added gives those of rank 0's host."""
+    """A span; times on its host's wall clock, ns since 1970; ``skew_ns`` added gives those of rank 0's host.
+
+    begun_ns: of a wait, when what it waits for was begun, if that was well before; else 0.
+    """
 
     rank: int
     kind: str
@@ -81,12 +84,14 @@ class SpanLine:
     rows: list[int] = field(default_factory=list)
     thread: int = 0
     skew_ns: int = 0
+    begun_ns: int = 0
 
     @classmethod
     def of(cls, span: Span, wall_minus_monotonic_ns: int, skew_ns: int = 0) -> SpanLine:
         """``span`` with its device's times where there are any."""
         begin, end = span.device_ns if span.device_ns[1] else (span.begin_ns, span.end_ns)
         shift = wall_minus_monotonic_ns
+        begun = span.device_ns[0] if not span.device_ns[1] else 0
         return cls(
             rank=span.rank,
             kind=span.kind.name.lower(),
@@ -103,6 +108,7 @@ class SpanLine:
             rows=list(span.rows),
             thread=span.thread,
             skew_ns=skew_ns,
+            begun_ns=begun + shift if begun else 0,
         )
 
 

@@ -1,8 +1,9 @@
-"""Whether a mapping fits an accelerator's memory, and which single changes would make it fit."""
+"""Whether a mapping fits an accelerator's memory, and which changes would make it fit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from moe_comm.errors import ConfigError
@@ -18,6 +19,7 @@ RESERVE = 4 << 30
 and what an allocator cannot give out. An assumption; such things take 2 to 5 GiB."""
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 _SHARDING: tuple[Sharding, ...] = ("replicate", "zero1", "fsdp")
+_ORDER = ("recompute", "sharding", "micro-batch", "vpp", "ep", "etp", "pp", "tp", "cp")
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def fits(memories: Sequence[RankMemory], accelerator: Accelerator, reserve: int 
 
 @dataclass(frozen=True)
 class Change:
-    """One change of a mapping, in words, and what comes of it."""
+    """A change of a mapping, or two, in words, and what comes of it."""
 
     what: str
     mapping: Mapping
@@ -76,48 +78,87 @@ def changes_that_fit(
     *,
     policy: Policy = POLICY,
     reserve: int = RESERVE,
+    host: int | None = None,
 ) -> tuple[Change, ...]:
     """Single changes with which the mapping fits, the least of each kind: recompute, sharding, a smaller micro-batch,
-    or a higher degree (of tp, cp and pp at the cost of dp). Empty: it takes more than one."""
-    found: dict[str, Change] = {}
-    for key, value, changed in _changed(shape, mapping, load):
-        if key in found:
-            continue
-        try:
-            fit = fits(memory(shape, changed, load, global_batch, policy), accelerator, reserve)
-        except ConfigError:  # a batch, a schedule or layers that cannot be cut so
-            continue
-        if fit:
-            found[key] = Change(f"{key} {value}", changed, fit)
-    return tuple(found.values())
+    fewer stages a rank, or a higher degree (of tp, cp and pp at the cost of dp). Where none does, two together, the
+    least of each pair of kinds. Empty: it takes more than two, or more accelerators.
+
+    Args:
+        host: accelerators of one host, beyond which no tensor is cut; None: any number.
+    """
+
+    def fitting(steps: Iterable[tuple[str, str, Mapping]]) -> tuple[Change, ...]:
+        found: dict[str, Change] = {}
+        for kind, what, changed in steps:
+            if kind in found:
+                continue
+            try:
+                fit = fits(memory(shape, changed, load, global_batch, policy), accelerator, reserve)
+            except ConfigError:  # a batch, a schedule or layers that cannot be cut so
+                continue
+            if fit:
+                found[kind] = Change(what, changed, fit)
+        return tuple(found.values())
+
+    return fitting(_changed(shape, mapping, load, host)) or fitting(_changed_twice(shape, mapping, load, host))
 
 
-def _changed(shape: ModelShape, mapping: Mapping, load: Load) -> Iterator[tuple[str, object, Mapping]]:
-    """(what, its new value, the mapping), in order of what a change costs."""
+def suits(shape: ModelShape, p: ParallelConfig, load: Load, host: int | None = None) -> str | None:
+    """What keeps a model from being cut so, in words; None: nothing does.
+
+    Args:
+        host: accelerators of one host: tp and etp stay inside, for they move every layer's rows over and over, and no
+            network is fast enough for that (arXiv 2104.04473, section 3.2); None: any number.
+    """
+    if host is not None and (host % p.tp or host % p.etp):
+        return "tp or etp would leave a host"
+    if shape.heads % (p.tp * p.cp) or shape.key_heads % p.tp:
+        return "heads cannot be dealt over tp x cp"
+    if (shape.dense_layers or shape.shortcut) and shape.dense_ffn % p.tp:
+        return "dense blocks cannot be cut over tp"
+    if load.seq_len % (p.tp * p.cp):
+        return "sequences cannot be cut over tp x cp"
+    if shape.moe_layers and p.ep > shape.experts:
+        return "ep is more than there are experts"
+    if shape.moe_layers and (shape.ffn % p.etp or (shape.expert_bias and shape.hidden % p.etp)):
+        return "experts cannot be cut over etp"
+    return None
+
+
+def _changed(shape: ModelShape, mapping: Mapping, load: Load, host: int | None) -> Iterator[tuple[str, str, Mapping]]:
+    """(kind, the change in words, the mapping), in order of what a change costs."""
     for recompute in _RECOMPUTE[_RECOMPUTE.index(mapping.recompute) + 1 :]:
-        yield "recompute", recompute, replace(mapping, recompute=recompute)
+        yield "recompute", f"recompute {recompute}", replace(mapping, recompute=recompute)
     for sharding in _SHARDING[_SHARDING.index(mapping.sharding) + 1 :]:
-        yield "sharding", sharding, replace(mapping, sharding=sharding)
-    for micro_batch in range(mapping.micro_batch - 1, 0, -1):
-        if not mapping.micro_batch % micro_batch:
-            yield "micro-batch", micro_batch, replace(mapping, micro_batch=micro_batch)
+        yield "sharding", f"sharding {sharding}", replace(mapping, sharding=sharding)
+    for value in reversed(divisors(mapping.micro_batch)[:-1]):
+        yield "micro-batch", f"micro-batch {value}", replace(mapping, micro_batch=value)
+    for value in reversed(divisors(mapping.virtual)[:-1]):
+        yield "vpp", f"vpp {value}", replace(mapping, virtual=value)
     p = mapping.parallel
     for axis in ("ep", "etp", "pp", "tp", "cp"):
-        times = 2
-        while getattr(p, axis) * times <= p.world:
-            degree, dp = getattr(p, axis) * times, p.dp if axis in ("ep", "etp") else p.dp // times
-            if dp * times == p.dp or axis in ("ep", "etp"):
-                try:
-                    parallel = replace(p, **{axis: degree, "dp": dp})
-                except ConfigError:
-                    break
-                if _suits(shape, parallel, load):
-                    yield axis, degree, replace(mapping, parallel=parallel)
-            times *= 2
+        expert = axis in ("ep", "etp")
+        for times in divisors(p.edp if expert else p.dp)[1:]:
+            degree = getattr(p, axis) * times
+            try:
+                parallel = replace(p, **{axis: degree}) if expert else replace(p, **{axis: degree, "dp": p.dp // times})
+            except ConfigError:  # experts' ranks no longer divide the stage
+                continue
+            if suits(shape, parallel, load, host) is None:
+                yield axis, f"{axis} {degree}", replace(mapping, parallel=parallel)
 
 
-def _suits(shape: ModelShape, p: ParallelConfig, load: Load) -> bool:
-    """Whether heads, experts and sequences can be cut so."""
-    experts = not shape.moe_layers or (p.ep <= shape.experts and not shape.ffn % p.etp)
-    heads = not shape.heads % p.tp and not shape.key_heads % p.tp
-    return experts and heads and not load.seq_len % (p.tp * p.cp * (2 if p.cp > 1 else 1))
+def _changed_twice(
+    shape: ModelShape, mapping: Mapping, load: Load, host: int | None
+) -> Iterator[tuple[str, str, Mapping]]:
+    for kind, what, once in _changed(shape, mapping, load, host):
+        for other, also, twice in _changed(shape, once, load, host):
+            if _ORDER.index(other) > _ORDER.index(kind):  # each pair once
+                yield f"{kind} {other}", f"{what} and {also}", twice
+
+
+def divisors(number: int) -> list[int]:
+    """Ascending, from 1 to ``number`` itself."""
+    low = [one for one in range(1, math.isqrt(number) + 1) if not number % one]
+    return low + [number // one for one in reversed(low) if one * one != number]

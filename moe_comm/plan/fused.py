@@ -26,6 +26,7 @@ from moe_comm.plan.hardware import BYTES, Accelerator, Cluster
 
 SYNC_S = 832e-9
 """A flag in memory, from one unit to another: one for each chunk (ParallelKittens, on an H100)."""
+
 GROUPED = 0.66
 """Share of a dense product's rate that a product over experts reaches where its rows are gathered by index and experts
 have unequal numbers of them. Fitted on one row of Flux' MoE tables: layer 0 on H800, 32 experts, top 4, TP 8."""

@@ -50,6 +50,12 @@ class Accelerator:
     fill_k: columns of K whose time each tile takes to fill its pipeline and to write its result.
     memory_bytes: that a process can have. memory_bytes_per_s, memory_reach: peak of memory, and share that a kernel
     gets. launch_s: of one kernel. attention_forward, attention_backward: share of ``flops`` that fused attention gets.
+    sustained: of the rates of products and attention alone, what they keep within a training step: clocks fall with
+    power, operands are not in the cache, and kernels do not follow each other at once.
+    shared: ranks that share a core: all rates are those while all of them compute, and up to so many times higher while
+    others wait. accumulate: bytes that go over memory for each of a weight's gradient, after its product, to add it to
+    those of earlier micro-batches; 0: the product adds it itself. grouped: share of a dense product's rate that a
+    product over experts reaches where these have unequal numbers of rows.
     """
 
     name: str
@@ -64,6 +70,10 @@ class Accelerator:
     launch_s: float = 3e-6
     attention_forward: float = 0.6
     attention_backward: float = 0.5
+    sustained: float = 1.0
+    shared: float = 1.0
+    accumulate: float = 0.0
+    grouped: float = 1.0
 
     def __post_init__(self) -> None:
         owner = f"accelerator {self.name!r}"
@@ -81,8 +91,12 @@ class Accelerator:
         for name, value, least in (("units", self.units, 1), ("fill_k", self.fill_k, 0)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{owner}: {name} must be a whole number from {least}, got {value!r}")
-        share(owner, memory_reach=self.memory_reach)
+        share(owner, memory_reach=self.memory_reach, sustained=self.sustained, grouped=self.grouped)
         share(owner, attention_forward=self.attention_forward, attention_backward=self.attention_backward)
+        if not 1 <= self.shared < math.inf:
+            raise ConfigError(f"{owner}: shared must be a finite number from 1, got {self.shared!r}")
+        if not 0 <= self.accumulate < math.inf:
+            raise ConfigError(f"{owner}: accumulate must be a finite number from 0, got {self.accumulate!r}")
         if not self.tiles:
             raise ConfigError(f"{owner}: at least one tile is needed")
 
@@ -95,8 +109,9 @@ class Accelerator:
                 f"accelerator {self.name!r} has no products in {dtype!r}; it has {', '.join(self.flops)}"
             ) from None
 
-    def gemm_seconds(self, m: float, n: float, k: float, dtype: str, groups: int = 1) -> float:
-        """Seconds for ``groups`` products ``[m, k] x [k, n]`` in one kernel; m: rows of each group.
+    def gemm_seconds(self, m: float, n: float, k: float, dtype: str, groups: int = 1, *, uneven: bool = False) -> float:
+        """Seconds for ``groups`` products ``[m, k] x [k, n]`` in one kernel; m: rows of each group, or, ``uneven``, of
+        the mean of groups, whose last tiles then are half full on average.
 
         Tiles are dealt out to the units in whole rounds (the last may leave most of them idle), each takes ``fill_k``
         more than its K, and the tile that ends first is taken, as libraries do; with too few tiles K is split. Never
@@ -113,7 +128,8 @@ class Accelerator:
         computing = math.inf
         for tile in self.tiles:
             for rows, columns in {(tile.rows, tile.columns), (tile.columns, tile.rows)}:
-                tiles = groups * math.ceil(m / rows) * math.ceil(n / columns)
+                down = m / rows + 0.5 if uneven else math.ceil(m / rows)
+                tiles = math.ceil(groups * down) * math.ceil(n / columns)
                 splits = max(1, min(self.units // tiles, int(k) // (8 * self.fill_k or 1))) if groups == 1 else 1
                 rounds = math.ceil(tiles * splits / self.units)
                 seconds = rounds * 2 * rows * columns * (k / splits + self.fill_k) / (one * tile.efficiency)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from moe_comm.errors import ConfigError
 from moe_comm.plan.collectives import Link
+from moe_comm.plan.fused import GROUPED
 from moe_comm.plan.hardware import Accelerator, Cluster, Tile
 from moe_comm.plan.hardware_file import load
 
@@ -21,6 +22,10 @@ THIS_MACHINE = "this-machine"
 # Blocks of the libraries' kernels. The share that smaller ones reach follows the operands they load for an operation,
 # (rows + columns) / (rows x columns), as CUTLASS' profiler shows it on Hopper; assumed to be alike elsewhere.
 TILES = (Tile(256, 128), Tile(128, 128, 0.9), Tile(128, 64, 0.75), Tile(64, 64, 0.55))
+
+# What products and attention keep of their best rates within a step. Fitted on one row of MoE Parallel Folding's table
+# 3 (arXiv 2504.14960): MCore, Mixtral 8x22B on 128 H100. Assumed to be alike where power limits clocks.
+SUSTAINED = 0.895
 
 # NVIDIA A100 data sheet: 312 TFLOP/s bf16, 19.5 fp32, 2,039 GB/s (80 GB), 108 SMs. Efficiency: cuBLAS' best products
 # reach about 270 TFLOP/s (assumed). Attention: FlashAttention-2 (arXiv 2307.08691), 225 TFLOP/s forward at best and
@@ -35,26 +40,31 @@ A100 = Accelerator(
     tiles=TILES,
     attention_forward=0.65,
     attention_backward=0.52,
+    sustained=SUSTAINED,
 )
 # NVIDIA H100 data sheet: 989.4 TFLOP/s bf16, 1,978.9 fp8, 67 fp32, 3.35 TB/s, 132 SMs. Efficiency in bf16: fitted on
 # one row of ParallelKittens' table 3 (arXiv 2511.13940), M = N = 32768, K = 8192: 23.285 ms. In fp8: 1,280 TFLOP/s at
-# best (SemiAnalysis, MI300X vs H100 vs H200, December 2024). Attention: FlashAttention-3 (arXiv 2407.08608), causal,
+# best (SemiAnalysis, MI300X vs H100 vs H200, December 2024). Fill: about 1.1 us of a unit's rate, 0.7 of them until the
+# first operands are there from memory (assumed). Attention: FlashAttention-3 (arXiv 2407.08608), causal,
 # heads of 128, 4k to 8k: about 600 TFLOP/s forward, 475 backward.
 H100 = Accelerator(
     "h100",
     flops={"fp32": 67e12, "bf16": 989.4e12, "fp8": 1978.9e12},
-    efficiency={"fp32": 0.8, "bf16": 0.773, "fp8": 0.66},
+    efficiency={"fp32": 0.8, "bf16": 0.775, "fp8": 0.66},
     memory_bytes=81_559 * MIB,
     memory_bytes_per_s=3.35e12,
     units=132,
     tiles=TILES,
+    fill_k=96,
     attention_forward=0.6,
     attention_backward=0.48,
+    sustained=SUSTAINED,
 )
 # NVIDIA H200 data sheet: the H100's rates, 141 GB at 4.8 TB/s.
 H200 = replace(H100, name="h200", memory_bytes=143_771 * MIB, memory_bytes_per_s=4.8e12)
-# H800: an H100 with less NVLink (DeepSeek-V3, arXiv 2412.19437 and 2505.09343).
-H800 = replace(H100, name="h800")
+# H800: an H100 with less NVLink (DeepSeek-V3, arXiv 2412.19437 and 2505.09343). Experts with unequal numbers of rows:
+# as Flux' kernels for them run there (``fused.GROUPED``); of others nothing is known, and nothing taken off.
+H800 = replace(H100, name="h800", grouped=GROUPED)
 # NVIDIA H20: 148 TFLOP/s bf16, 296 fp8, 44 fp32, 4.0 TB/s, 78 SMs (product brief as reported at its launch). With so
 # little to compute for its memory and power, products and attention come near the peak (assumed).
 H20 = Accelerator(
@@ -81,6 +91,7 @@ B200 = Accelerator(
     tiles=TILES,
     attention_forward=0.6,
     attention_backward=0.45,
+    sustained=SUSTAINED,
 )
 # AMD Instinct MI300X data sheet: 1,307.4 TFLOP/s bf16, 2,614.9 fp8, 163.4 fp32, 5.3 TB/s, 192 GB, 304 CUs. Efficiency:
 # 620 TFLOP/s bf16 and 990 fp8 at best (SemiAnalysis, December 2024). Attention: assumed.
@@ -95,6 +106,7 @@ MI300X = Accelerator(
     memory_reach=0.8,
     attention_forward=0.35,
     attention_backward=0.25,
+    sustained=SUSTAINED,
 )
 # NVIDIA L20, PCIe: 119.5 TFLOP/s bf16, 239 fp8, 59.8 fp32, 864 GB/s, 48 GB, 92 SMs. Efficiency: cuBLAS' 105 to 115
 # TFLOP/s. Fp8 and attention: assumed.

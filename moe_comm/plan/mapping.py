@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, Self
+
+import numpy as np
 
 from moe_comm.errors import ConfigError
 from moe_comm.plan.collectives import Span
@@ -112,11 +114,19 @@ class Place:
     def spans(self) -> dict[str, Span]:
         """By axis: "tp", "cp", "dp", "ep", "etp", "edp"; "dp_cp": ranks that hold the same dense parameters; "pp": a
         rank and the one with the next stage."""
-        parallel = self.mapping.parallel
-        found = {axis: self._span(axis) for axis in ("tp", "cp", "dp", "ep", "etp", "edp")}
-        found["dp_cp"] = self._span("dp", "cp")
-        found["pp"] = self.cluster.span(parallel.group_of(0, "pp")[:2])
-        return found
+        return _spans(self.cluster, self.mapping.parallel)
 
-    def _span(self, *axes: str) -> Span:
-        return self.cluster.span(self.mapping.parallel.group_of(0, *axes))
+
+@lru_cache(maxsize=1 << 14)
+def _spans(cluster: Cluster, p: ParallelConfig) -> dict[str, Span]:
+    """Ranks of a group of rank 0 are equally far apart."""
+    strides = {"tp": 1, "cp": p.tp, "dp": p.tp * p.cp, "etp": 1, "ep": p.etp, "edp": p.etp * p.ep}
+    found = {axis: _span(cluster, p.sizes[axis], stride) for axis, stride in strides.items()}
+    found["dp_cp"] = _span(cluster, p.cp * p.dp, p.tp)
+    found["pp"] = _span(cluster, min(2, p.pp), p.stage)
+    return found
+
+
+@lru_cache(maxsize=1 << 12)
+def _span(cluster: Cluster, ranks: int, stride: int) -> Span:
+    return cluster.span(np.arange(ranks) * stride)

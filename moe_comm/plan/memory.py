@@ -183,7 +183,8 @@ def _kept(
     dense, moe, head = _per_token(shape, size, p.tp, mapping.recompute)
     all_dense, all_moe, _ = _per_token(shape, size, p.tp, "none")
     # Rows in and out of D elements, and 2 F between them, are counted once each; beyond that:
-    more = 2 * shape.chosen * size * ((load.busiest * p.etp - 1) * shape.hidden + (load.busiest - 1) * shape.ffn)
+    busiest = load.busiest(p.ep)
+    more = 2 * shape.chosen * size * ((busiest * p.etp - 1) * shape.hidden + (busiest - 1) * shape.ffn)
     all_moe += more
     moe += more if mapping.recompute != "full" else 0
     loss = Activations(_config(shape), math.ceil(tokens), size, p.tp).loss()
@@ -248,7 +249,7 @@ class _Buffers:
     def of(cls, shape: ModelShape, mapping: Mapping, load: Load, size: int) -> _Buffers:
         p, tokens = mapping.parallel, _tokens(mapping, load)
         even, row = tokens * shape.chosen, shape.hidden * size
-        sent, rows = even * min(1.0, load.capacity or 1.0) * p.etp, even * load.busiest * p.etp
+        sent, rows = even * min(1.0, load.capacity or 1.0) * p.etp, even * load.busiest(p.ep) * p.etp
         inner = 3 if shape.gated else 2
         dense = tokens * ((3 if shape.dense_gated else 2) * shape.dense_ffn * size + 2 * p.tp * row)
         return cls(

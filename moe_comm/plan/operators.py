@@ -9,25 +9,32 @@ With b tokens of hidden size h on a rank of a tensor-parallel group of n, in ele
 expert-parallel ranks. Backward has two products for each, and every transfer the other way round; with tp the input is
 gathered once more for the weights' gradient.
 
-Routing is in equal parts but for ``imbalance``: what the busiest rank has over the mean.
+Routing is in equal parts but for ``imbalance``: what the busiest rank has over the mean. What of a transfer goes on
+beside or inside products is ``moe_comm.plan.beside``'s.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Self
 
 from moe_comm.errors import ConfigError
+from moe_comm.plan import fused
 from moe_comm.plan.collectives import NOTHING, Moved, Span
+from moe_comm.plan.fused import Product
 from moe_comm.plan.hardware import BYTES
 from moe_comm.plan.mapping import Place
 from moe_comm.plan.model import LayerKind, ModelShape
-from moe_comm.plan.model_block import Weight
+from moe_comm.plan.model_block import Block, Weight
 
 Kind = Literal["product", "memory", "transfer"]
 SCORE_BYTES = 4
 """Routing and the loss are in fp32."""
+DROPLESS = 1.337
+"""``Load.imbalance`` to assume where no capacity caps it and nothing was measured: routers in training are not even.
+Fitted on MegaScale-MoE's 352B on 720 GPUs (arXiv 2505.11432)."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,9 @@ class Operation:
     """One operator in one direction, on the busiest rank. seconds: by itself, with nothing beside it.
 
     kind: "product" (FLOPs), "memory" (a pass over tensors), "transfer". bytes: read and written, or of a transfer
-    those that the rank sends (``moved``: over which links).
+    those that the rank sends (``moved``: over which links). later: of a product's backward, the seconds for weights'
+    gradients, which nothing waits for. inside: the share of a transfer that goes on inside the product before or after
+    it, if the two are fused. hidden: seconds of a transfer that others do not see.
     """
 
     name: str
@@ -44,6 +53,14 @@ class Operation:
     flops: float = 0.0
     bytes: float = 0.0
     moved: Moved = NOTHING
+    later: float = 0.0
+    inside: float = 0.0
+    hidden: float = 0.0
+
+    @property
+    def shown(self) -> float:
+        """Seconds that it adds to its pass."""
+        return self.seconds - self.hidden
 
 
 @dataclass(frozen=True)
@@ -62,13 +79,22 @@ class Load:
     def __post_init__(self) -> None:
         if self.seq_len < 1 or self.dtype not in BYTES:
             raise ConfigError(f"seq_len must be at least 1 and dtype one of {', '.join(BYTES)}; got {self}")
-        if self.imbalance < 1 or (self.capacity is not None and self.capacity <= 0):
+        capacity = 1.0 if self.capacity is None else self.capacity
+        if not (1 <= self.imbalance < math.inf and 0 < capacity < math.inf):
             raise ConfigError(f"imbalance is at least 1, capacity above 0 or None; got {self}")
 
-    @property
-    def busiest(self) -> float:
-        """Rows of the busiest rank over those of a rank if routing were in equal parts."""
-        return self.imbalance if self.capacity is None else min(self.imbalance, self.capacity)
+    @classmethod
+    def assumed(cls, seq_len: int, dtype: str, capacity: float | None, imbalance: float | None = None) -> Self:
+        """imbalance: None: not measured; then ``DROPLESS`` is assumed where no capacity caps it."""
+        if imbalance is None:
+            imbalance = DROPLESS if capacity is None else 1.0
+        return cls(seq_len, dtype, capacity, imbalance)
+
+    def busiest(self, ep: int) -> float:
+        """Rows of the busiest of ``ep`` ranks over those of each if routing were in equal parts. One that has all
+        experts has all rows of its tokens, however they are routed."""
+        rows = self.imbalance if ep > 1 else 1.0
+        return rows if self.capacity is None else min(rows, self.capacity)
 
 
 @dataclass(frozen=True)
@@ -79,9 +105,9 @@ class Pass:
     backward: tuple[Operation, ...]
 
     def seconds(self, kind: Kind | None = None) -> tuple[float, float]:
-        """Forward and backward, one operation after the other; of one kind, or of all."""
+        """That forward and backward take, without what is hidden; of one kind, or of all."""
         forward, backward = (
-            sum(one.seconds for one in way if kind in (None, one.kind)) for way in (self.forward, self.backward)
+            sum(one.shown for one in way if kind in (None, one.kind)) for way in (self.forward, self.backward)
         )
         return forward, backward
 
@@ -103,6 +129,12 @@ class Operators:
         self.row_bytes = shape.hidden * self._size
         """Of a token between blocks."""
 
+    @property
+    def _busiest(self) -> float:
+        """Rows of the busiest rank over the mean; of the busiest core, where ranks share some: sums of several vary
+        less."""
+        return 1 + (self.load.busiest(self._parallel.ep) - 1) / math.sqrt(self._gpu.shared)
+
     def layer(self, kind: LayerKind) -> Pass:
         """One layer of a kind."""
         passes = {"attention": self.attention, "dense": self.dense, "moe": self.experts}
@@ -113,27 +145,30 @@ class Operators:
         shape, p, size = self.shape, self._parallel, self._size
         block, tokens = shape.attention_block, self.group_tokens
         width = shape.qkv_width
-        found = [self._norm(), self._gather("attention gather", "tp")]
+        values = shape.heads * shape.value_dim
+        # What transfers can be fused with: all of qkv's matrices that read the input, as one.
+        first = self._one(tokens, width / p.tp, shape.hidden)
+        last = self._one(tokens, shape.hidden, values / p.tp)
+        found = [self._norm(), self._gather("attention gather", "tp", product=first)]
         found += [self._product("qkv", weight, tokens, _cut(weight, p.tp)) for weight in block.products("qkv")]
         found.append(self._memory("rope", 2 * tokens * width / p.tp * size))
-        found.append(self._swap("attention swap in", tokens * width / p.tp * size))
+        found.append(self._swap("attention swap in", tokens * width / p.tp * size, first))
         found.append(self._scores(tokens))
-        found.append(self._swap("attention swap out", tokens * shape.heads * shape.value_dim / p.tp * size))
+        found.append(self._swap("attention swap out", tokens * values / p.tp * size, last))
         found += [self._product("out", weight, tokens, (weight.k / p.tp, weight.n)) for weight in block.products("out")]
-        found += [self._scatter("attention scatter", "tp"), self._residual()]
+        found += [self._scatter("attention scatter", "tp", product=last), self._residual()]
         return _joined(found)
 
     def dense(self) -> Pass:
-        found = [self._norm(), self._gather("dense gather", "tp")]
-        found += self._feed_forward("dense", self.shape.dense_block.products("dense"), self.group_tokens)
-        return _joined([*found, self._scatter("dense scatter", "tp"), self._residual()])
+        return _joined([self._norm(), *self._cut_block("dense", self.shape.dense_block), self._residual()])
 
     def experts(self) -> Pass:
         """Router, dispatch, experts, combine; and the shared expert, which is cut by tp as a dense block is."""
         shape, p = self.shape, self._parallel
         block = shape.moe_block
         even = self.tokens * shape.chosen
-        sent, busiest = even * min(1.0, self.load.capacity or 1.0), even * self.load.busiest
+        # Ranks that all have a part of every expert have the same to do, whatever the routing.
+        sent, busiest = even * min(1.0, self.load.capacity or 1.0), even * self._busiest
         rows = busiest * p.etp
         local = shape.experts / p.ep
         found = [self._norm()]
@@ -143,30 +178,35 @@ class Operators:
         scores = shape.experts + shape.zero_experts
         found.append(self._memory("routing", 6 * self.tokens * scores * SCORE_BYTES))
         found.append(self._memory("permute", (self.tokens + sent) * self.row_bytes))
-        found.append(self._all_to_all("dispatch", self._spans["ep"], busiest * self.row_bytes))
-        found.append(self._gather("expert gather", "etp", rows))
-        sort = [self._memory("sort", 2 * rows * self.row_bytes)] if local > 1 and p.ep * p.etp > 1 else []
-        found += sort
         up, down = block.products("experts")
         each = (rows / local, int(max(local, 1)))
+        first = self._one(each[0], up.n / p.etp, up.k, each[1])
+        last = self._one(each[0], down.n, down.k / p.etp, each[1])
+        # Only the transfer next to the experts' products is fused with them.
+        far = p.etp > 1
+        row = busiest * self.row_bytes
+        found.append(self._all_to_all("dispatch", self._spans["ep"], row, None if far else first))
+        found.append(self._gather("expert gather", "etp", rows, product=first))
+        sort = [self._memory("sort", 2 * rows * self.row_bytes)] if local > 1 and p.ep * p.etp > 1 else []
+        found += sort
         found.append(self._product("experts", up, each[0], (up.k, up.n / p.etp), each[1]))
         found.append(self._activation("experts", rows, up.n / p.etp, down.k / p.etp))
         found.append(self._product("experts", down, each[0], (down.k / p.etp, down.n), each[1]))
         found += sort
-        found.append(self._scatter("expert scatter", "etp", rows))
-        found.append(self._all_to_all("combine", self._spans["ep"], busiest * self.row_bytes))
+        found.append(self._scatter("expert scatter", "etp", rows, product=last))
+        found.append(self._all_to_all("combine", self._spans["ep"], row, None if far else last))
         found.append(self._memory("unpermute", (self.tokens + sent) * self.row_bytes))
-        if shared := block.products("shared"):
-            found.append(self._gather("shared gather", "tp"))
-            found += self._feed_forward("shared", shared, self.group_tokens)
-            found.append(self._scatter("shared scatter", "tp"))
+        if block.products("shared"):
+            found += self._cut_block("shared", block)
         return _joined([*found, self._residual()])
 
     def head(self) -> Pass:
         """Final norm, output projection and loss."""
         p, tokens = self._parallel, self.group_tokens
-        found = [self._norm(), self._gather("head gather", "tp")]
+        found = [self._norm()]
         for weight in self.shape.head_block.products("head"):
+            product = self._one(tokens, weight.n / p.tp, weight.k)
+            found.append(self._gather("head gather", "tp", product=product))
             found.append(self._product("head", weight, tokens, (weight.k, weight.n / p.tp)))
             logits = tokens * weight.n / p.tp
             found.append(self._memory("loss", logits * (self._size + 2 * SCORE_BYTES)))
@@ -180,14 +220,32 @@ class Operators:
     def _product(self, name: str, weight: Weight, rows: float, shape: tuple[float, float], groups: int = 1) -> Pass:
         k, n = shape
         gpu, dtype, flops = self._gpu, self.load.dtype, 2 * rows * groups * k * n
-        forward = gpu.gemm_seconds(rows, n, k, dtype, groups)
-        backward = gpu.gemm_seconds(rows, k, n, dtype, groups) + gpu.gemm_seconds(k, n, rows, dtype, groups)
+        # Without slots to fill, experts have unequal numbers of rows.
+        uneven = name == "experts" and self.load.capacity is None
+        reached = gpu.sustained * (gpu.grouped if uneven else 1.0)
+        forward = gpu.gemm_seconds(rows, n, k, dtype, groups, uneven=uneven) / reached
+        later = gpu.gemm_seconds(k, n, rows, dtype, groups) / reached
+        later += gpu.memory_seconds(gpu.accumulate * groups * k * n * self._size)
+        backward = gpu.gemm_seconds(rows, k, n, dtype, groups, uneven=uneven) / reached + later
         full = f"{name} {weight.name}" if weight.name != name else name
         moved = groups * (rows * k + k * n + rows * n) * self._size
         return Pass(
             (Operation(full, "product", forward, flops, moved),),
-            (Operation(full, "product", backward, 2 * flops, 2 * moved),),
+            (Operation(full, "product", backward, 2 * flops, 2 * moved, later=later),),
         )
+
+    def _one(self, rows: float, n: float, k: float, groups: int = 1) -> Product:
+        return Product(rows, n, k, self.load.dtype, groups)
+
+    def _cut_block(self, name: str, block: Block) -> list[Pass]:
+        """A feed-forward block that is cut by tp."""
+        tp, tokens = self._parallel.tp, self.group_tokens
+        weights = block.products(name)
+        up = next(weight for weight in weights if weight.name == "up")
+        down = next(weight for weight in weights if weight.name == "down")
+        found = [self._gather(f"{name} gather", "tp", product=self._one(tokens, up.n / tp, up.k))]
+        found += self._feed_forward(name, weights, tokens)
+        return [*found, self._scatter(f"{name} scatter", "tp", product=self._one(tokens, down.n, down.k / tp))]
 
     def _feed_forward(self, name: str, weights: tuple[Weight, ...], tokens: float) -> list[Pass]:
         tp = self._parallel.tp
@@ -210,8 +268,12 @@ class Operators:
         again = 2.5 * flops  # five products of the same size, one of which is forward's done again
         dtype = "bf16" if self.load.dtype == "fp8" else self.load.dtype
         return Pass(
-            (Operation("scores", "product", gpu.attention_seconds(flops, dtype), flops),),
-            (Operation("scores", "product", gpu.attention_seconds(again, dtype, backward=True), 2 * flops),),
+            (Operation("scores", "product", gpu.attention_seconds(flops, dtype) / gpu.sustained, flops),),
+            (
+                Operation(
+                    "scores", "product", gpu.attention_seconds(again, dtype, backward=True) / gpu.sustained, 2 * flops
+                ),
+            ),
         )
 
     def _memory(self, name: str, num_bytes: float, backward: float | None = None) -> Pass:
@@ -227,39 +289,50 @@ class Operators:
     def _residual(self) -> Pass:
         return self._memory("residual", 3 * self.tokens * self.row_bytes, 3 * self.tokens * self.row_bytes)
 
-    def _gather(self, name: str, axis: str, rows: float | None = None) -> Pass:
+    def _gather(self, name: str, axis: str, rows: float | None = None, *, product: Product) -> Pass:
         """All-gather of a rank's rows over ``axis``; with tp once more in backward. rows: that it has afterwards."""
         span = self._spans[axis]
         if span.ranks == 1:
             return Pass((), ())
         full = (self.group_tokens if rows is None else rows) * self.row_bytes
-        gathered = _transfer(name, self.place.cluster.all_gather(full, span))
-        scattered = _transfer(name, self.place.cluster.reduce_scatter(full, span))
+        inside = self._inside(span, product, "gather", full)
+        gathered = _transfer(name, self.place.cluster.all_gather(full, span), inside)
+        scattered = _transfer(name, self.place.cluster.reduce_scatter(full, span), inside)
         again = (replace(gathered, name=f"{name} again"),) if axis == "tp" else ()
         return Pass((gathered,), (*again, scattered))
 
-    def _scatter(self, name: str, axis: str, rows: float | None = None) -> Pass:
+    def _scatter(self, name: str, axis: str, rows: float | None = None, *, product: Product) -> Pass:
         """Reduce-scatter over ``axis``; its backward is an all-gather."""
         span = self._spans[axis]
         if span.ranks == 1:
             return Pass((), ())
         full = (self.group_tokens if rows is None else rows) * self.row_bytes
-        scattered = _transfer(name, self.place.cluster.reduce_scatter(full, span))
-        return Pass((scattered,), (_transfer(name, self.place.cluster.all_gather(full, span)),))
+        inside = self._inside(span, product, "scatter", full)
+        scattered = _transfer(name, self.place.cluster.reduce_scatter(full, span), inside)
+        return Pass((scattered,), (_transfer(name, self.place.cluster.all_gather(full, span), inside),))
 
-    def _swap(self, name: str, num_bytes: float) -> Pass:
-        return self._all_to_all(name, self._spans["cp"], num_bytes)
+    def _swap(self, name: str, num_bytes: float, product: Product) -> Pass:
+        return self._all_to_all(name, self._spans["cp"], num_bytes, product)
 
-    def _all_to_all(self, name: str, span: Span, num_bytes: float) -> Pass:
+    def _all_to_all(self, name: str, span: Span, num_bytes: float, product: Product | None) -> Pass:
         if span.ranks == 1:
             return Pass((), ())
-        one = _transfer(name, self.place.cluster.all_to_all(num_bytes, span))
+        inside = 0.0 if product is None else self._inside(span, product, "exchange", num_bytes)
+        one = _transfer(name, self.place.cluster.all_to_all(num_bytes, span), inside)
         return Pass((one,), (one,))
 
+    def _inside(self, span: Span, product: Product, way: fused.Way, num_bytes: float) -> float:
+        """With overlap "all", the share of a transfer that goes on inside a product; backward has the same products,
+        the other way round."""
+        if self.place.mapping.overlap != "all":
+            return 0.0
+        transport = fused.COPIES if way == "gather" else fused.STORES
+        return fused.fused(self.place.cluster, span, product, way, num_bytes, transport).hidden
 
-def _transfer(name: str, moved: Moved) -> Operation:
+
+def _transfer(name: str, moved: Moved, inside: float) -> Operation:
     sent = moved.inside + moved.between + moved.across
-    return Operation(name, "transfer", moved.seconds, bytes=sent, moved=moved)
+    return Operation(name, "transfer", moved.seconds, bytes=sent, moved=moved, inside=inside)
 
 
 def _cut(weight: Weight, tp: int) -> tuple[float, float]:

@@ -18,9 +18,9 @@ not moved about.
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,13 +28,26 @@ import numpy as np
 
 from moe_comm.errors import ConfigError, CorruptFile
 from moe_comm.observe.records import ATTEMPTS, SPANS, Attempt, SpanLine, read_folder, read_lines
-from moe_comm.plan.run_pieces import SEND, WAITS, Piece, Place, cut_step, messages_of, name_of
+from moe_comm.plan.even_routing import UNKNOWN, even_seconds
+from moe_comm.plan.run_pieces import (
+    BETWEEN,
+    SEND,
+    WAITS,
+    Call,
+    Piece,
+    Place,
+    begun_of,
+    call_of,
+    cut_step,
+    messages_of,
+    name_of,
+    routed_rows,
+)
 from moe_comm.plan.trace_table import Floats, TraceGraph, TraceTable
 from moe_comm.topology import ParallelConfig
 
 LATE = "between steps"
 """What a rank did while others had begun the step already; it has no span."""
-EXPERTS = ("experts", "backward of experts")
 MOST_SPANS = 1 << 21
 """That are kept at a time: about 1.5 GB."""
 _TAKES = {"activations": "forward", "gradients": "backward"}
@@ -106,7 +119,9 @@ def make_run_trace(spans: Iterable[SpanLine], world: int, mapping: dict[str, int
             "observe.every less than run.steps"
         )
     graph = builder.graph()
-    return RunTrace(graph, _even_routing(graph, builder), dict(mapping), tuple(skipped))
+    moving = [name for name in builder.names if name.startswith(WAITS[:2])]
+    even_N = even_seconds(graph, np.array(builder.routed), moving)
+    return RunTrace(graph, even_N, dict(mapping), tuple(skipped))
 
 
 def _mapping(world: int, mapping: dict[str, int]) -> ParallelConfig:
@@ -131,6 +146,7 @@ class _Builder:
     meeting: list[int] = field(default_factory=list)
     value: list[float] = field(default_factory=list)
     phase: list[int] = field(default_factory=list)
+    routed: list[int] = field(default_factory=list)
     edges: list[tuple[int, int]] = field(default_factory=list)
     names: dict[str, int] = field(default_factory=dict)
     _likes: dict[tuple[object, ...], int] = field(default_factory=dict)
@@ -152,9 +168,13 @@ class _Builder:
                     pieces[place] = piece._replace(waits=(rank, place) in messages)
             first.append(len(self.rows))
             self._add_rank(step, rank, pieces, zero)
-        self._meet(ranks, first)
+        begun = begun_of(ranks)
+        early = {call for call, when in begun.items() if any(early for _, early in when.values())}
+        self._meet(ranks, first, early)
         self._transfer(ranks, first, messages)
-        self._wait(ranks, first)
+        self._settle(ranks, first, messages)
+        self._await(ranks, first, {call: begun[call] for call in early})
+        self._wait(ranks, first, early)
 
     def graph(self) -> TraceGraph:
         name, step, micro, chunk, rank, begin, end, moves, nbytes = (
@@ -196,14 +216,15 @@ class _Builder:
             self.meeting.append(-1)
             self.value.append(float("nan"))
             self.phase.append(piece.phase)
+        self.routed += routed_rows(pieces)
         self._streams += 1
 
-    def _meet(self, ranks: Sequence[list[Piece]], first: Sequence[int]) -> None:
-        calls: dict[tuple[object, ...], list[tuple[int, int]]] = defaultdict(list)
+    def _meet(self, ranks: Sequence[list[Piece]], first: Sequence[int], early: Collection[Call]) -> None:
+        calls: dict[Call, list[Place]] = defaultdict(list)
         for rank, pieces in enumerate(ranks):
             for place, piece in enumerate(pieces):
-                if piece.waits and piece.span.call:
-                    calls[piece.span.kind, tuple(piece.span.group), piece.span.call].append((rank, place))
+                if piece.waits and piece.span.call and call_of(piece.span) not in early:
+                    calls[call_of(piece.span)].append((rank, place))
         for members in calls.values():
             latest = max(ranks[rank][place].begin for rank, place in members)
             for rank, place in members:
@@ -219,23 +240,10 @@ class _Builder:
                 self._release(ranks, first, (rank, place), before)
             self._meetings += 1
 
-    def _transfer(
-        self, ranks: Sequence[list[Piece]], first: Sequence[int], messages: Mapping[Place, list[Place]]
-    ) -> None:
-        for receiver, senders in messages.items():
-            for rank, place in senders[:-1]:
-                self.edges.append((first[rank] + place, first[receiver[0]] + receiver[1]))
-            self._cross(ranks, first, senders[-1], receiver)
-        sent: dict[tuple[object, ...], list[int]] = defaultdict(list)
-        passes: dict[tuple[object, ...], int] = {}
-        for rank, pieces in enumerate(ranks):
-            for place, piece in enumerate(pieces):
-                span = piece.span
-                if span.kind == "transfer" and span.name.startswith(SEND):
-                    sent[span.micro, span.layer, span.name.removeprefix(SEND), rank, span.peer].append(place)
-                elif span.kind == "compute" and span.name in _TAKES.values():
-                    passes.setdefault((rank, span.name, span.layer, span.micro), place)
-        self._take(ranks, first, sent, passes)
+    def _transfer(self, ranks: Sequence[list[Piece]], first: Sequence[int], messages: Mapping[Place, Place]) -> None:
+        for receiver, sender in messages.items():
+            self._cross(ranks, first, sender, receiver)
+        self._take(ranks, first)
 
     def _cross(
         self, ranks: Sequence[list[Piece]], first: Sequence[int], sender: tuple[int, int], receiver: tuple[int, int]
@@ -256,31 +264,73 @@ class _Builder:
         self.meeting.append(-1)
         self.value.append(float("nan"))
         self.phase.append(-1)
+        self.routed.append(UNKNOWN)
         self.value[target] = 0.0
         self.edges += [(source, way), (way, target)]
 
-    def _take(
-        self,
-        ranks: Sequence[list[Piece]],
-        first: Sequence[int],
-        sent: Mapping[tuple[object, ...], list[int]],
-        passes: Mapping[tuple[object, ...], int],
-    ) -> None:
-        """A pass comes after what it takes was sent: where two things are awaited at a time, one is called so."""
-        for (micro, between, what, rank, peer), places in sent.items():
-            found = _BETWEEN.fullmatch(str(between))
-            name = _TAKES.get(str(what))
-            if found is None or name is None:
-                continue
-            stage = found[2] if name == "forward" else found[1]
-            place = passes.get((peer, name, f"stage {int(stage)}", micro))
-            if place is None or not isinstance(rank, int) or not isinstance(peer, int):
-                continue
-            if ranks[rank][places[0]].end <= ranks[peer][place].begin:
-                self.edges.append((first[rank] + places[0], first[peer] + place))
+    def _take(self, ranks: Sequence[list[Piece]], first: Sequence[int]) -> None:
+        """A pass comes after what it takes was sent, also where nobody waited for it."""
+        passes: dict[tuple[object, ...], int] = {}
+        for rank, pieces in enumerate(ranks):
+            for place, piece in enumerate(pieces):
+                if piece.span.kind == "compute" and piece.span.name in _TAKES.values():
+                    passes.setdefault((rank, piece.span.name, piece.span.layer, piece.span.micro), place)
+        done: set[tuple[object, ...]] = set()
+        for rank, pieces in enumerate(ranks):
+            for at, piece in enumerate(pieces):
+                taken = _taken(piece.span)
+                if taken is None or taken in done or taken not in passes:
+                    continue
+                done.add(taken)
+                peer, into = piece.span.peer, passes[taken]
+                if piece.end <= ranks[peer][into].begin:
+                    self.edges.append((first[rank] + at, first[peer] + into))
 
-    def _wait(self, ranks: Sequence[list[Piece]], first: Sequence[int]) -> None:
-        """For calls that began before, of the same layer and kind."""
+    def _settle(self, ranks: Sequence[list[Piece]], first: Sequence[int], messages: Mapping[Place, Place]) -> None:
+        """After its last pass a rank waits until all that it sent was taken: until those who receive it asked for it,
+        before the pass that takes it."""
+        asked: dict[tuple[object, ...], int] = {}
+        for rank, pieces in enumerate(ranks):
+            gap = 0
+            for place, piece in enumerate(pieces):
+                if piece.span.kind == "transfer":
+                    if piece.span is not pieces[gap].span and not piece.span.name.startswith(SEND):
+                        gap = place
+                elif piece.span.kind == "compute" and piece.span.name in _TAKES.values():
+                    asked.setdefault((rank, piece.span.name, piece.span.layer, piece.span.micro), gap)
+        for rank, pieces in enumerate(ranks):
+            last = max((at for at, piece in enumerate(pieces) if piece.span.name == BETWEEN), default=-1)
+            if last < 0 or (rank, last) in messages:
+                continue
+            before = []
+            for piece in pieces[:last]:
+                taken = _taken(piece.span)
+                gap = asked.get(taken, 0) if taken is not None else 0
+                peer = piece.span.peer
+                if gap and 0 <= peer < len(ranks) and pieces[last].begin < ranks[peer][gap].begin < pieces[last].end:
+                    before.append((peer, gap - 1))
+            if before:
+                self._release(ranks, first, (rank, last), before)
+
+    def _await(
+        self, ranks: Sequence[list[Piece]], first: Sequence[int], begun: Mapping[Call, Mapping[int, tuple[int, bool]]]
+    ) -> None:
+        """Of calls that were begun before, on some rank, a wait is over once all have begun."""
+        ends = [[piece.end for piece in pieces] for pieces in ranks]
+        for rank, pieces in enumerate(ranks):
+            for place, piece in enumerate(pieces):
+                calls = [call for span in piece.calls if (call := call_of(span)) in begun] if piece.waits else []
+                before = []
+                for call in calls:
+                    for other, (when, _) in begun[call].items():
+                        at = bisect_right(ends[other], when) - 1
+                        if other != rank and at >= 0 and when < piece.end:
+                            before.append((other, at))
+                if before:
+                    self._release(ranks, first, (rank, place), before)
+
+    def _wait(self, ranks: Sequence[list[Piece]], first: Sequence[int], early: Collection[Call]) -> None:
+        """For calls that began before, of the same layer and kind, where it is not said which and when."""
         ends = [[piece.end for piece in pieces] for pieces in ranks]
         begun: list[dict[tuple[str, str], dict[int, int]]] = []
         for pieces in ranks:
@@ -297,6 +347,8 @@ class _Builder:
                     continue
                 if span.call:
                     latest[span.kind, span.layer] = span
+                elif any(call_of(inner) in early for inner in piece.inner):
+                    continue
                 elif (call := latest.get((span.kind, span.layer))) is not None:
                     before = []
                     for other in call.group:
@@ -321,25 +373,11 @@ class _Builder:
         self.edges += [(first[rank] + at, place) for rank, at in before]
 
 
-def _even_routing(graph: TraceGraph, builder: _Builder) -> Floats:
-    """[N] seconds if the ranks of each expert group had as many rows: experts take their mean, and what moves rows as
-    much less as the mean of the bytes is less than the most."""
-    table = graph.table
-    even_N = graph.value_N.copy()
-    experts = np.isin(table.name_N, [builder.names[name] for name in EXPERTS if name in builder.names])
-    group_N = table.places["pp"] * (int(table.rank_N.max()) + 1) + table.places.get("edp", 0)
-    if experts.any():
-        keys = np.stack([graph.like_N, table.step_N, table.micro_N, group_N], axis=1)[experts]
-        _, place = np.unique(keys, axis=0, return_inverse=True)
-        place = place.reshape(-1)
-        even_N[experts] = (np.bincount(place, graph.value_N[experts]) / np.bincount(place))[place]
-    rows = [number for name, number in builder.names.items() if name.startswith(WAITS[:2])]
-    moved = (graph.meeting_N >= 0) & np.isin(table.name_N, rows)
-    if moved.any():
-        _, place = np.unique(graph.meeting_N[moved], return_inverse=True)
-        nbytes = table.nbytes_N[moved].astype(np.float64)
-        mean = np.bincount(place, nbytes) / np.bincount(place)
-        most = np.zeros(len(mean))
-        np.maximum.at(most, place, nbytes)
-        even_N[moved] *= (mean / np.maximum(most, 1.0) + (most == 0))[place]
-    return even_N
+def _taken(span: SpanLine) -> tuple[object, ...] | None:
+    """The pass that takes what a span sends: rank, name, stage and micro-batch; None of a span that sends nothing."""
+    if span.kind != "transfer" or not span.name.startswith(SEND):
+        return None
+    found, name = _BETWEEN.fullmatch(span.layer), _TAKES.get(span.name.removeprefix(SEND))
+    if found is None or name is None:
+        return None
+    return span.peer, name, f"stage {int(found[2] if name == 'forward' else found[1])}", span.micro

@@ -20,7 +20,9 @@ from moe_comm.plan.fused import Product, Transport
 from moe_comm.plan.hardware import BYTES, Cluster
 from moe_comm.plan.hardware_table import H100, PCIE_4, cluster_named
 from moe_comm.plan.model_file import model_named
+from moe_comm.plan.operators import DROPLESS
 from moe_comm.plan.published import OperatorCase, Row, StepCase, Table, tables
+from moe_comm.plan.weights import SLOW_RING
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,9 @@ CONSTANTS: dict[str, float] = {
     "l20.inside.one_sided": PCIE_4.one_sided,
     "fused.ADDS.reach": fused.ADDS.reach,
     "fused.GROUPED": fused.GROUPED,
+    "h100.sustained": H100.sustained,
+    "weights.SLOW_RING": SLOW_RING,
+    "operators.DROPLESS": DROPLESS,
 }
 """Those that rows' ``fits`` name, each fitted on that one row."""
 

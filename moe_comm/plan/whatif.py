@@ -7,7 +7,8 @@
              operation, or the ranks at one place of a dimension ("dp", "pp", "ep", ...)
     M_x      (T - T with x as it should be) / (T - T_ideal): how much of it went if x alone were mended
 
-What that study lacks: dimensions other than dp and pp, and S as the product of what uneven routing costs and the rest.
+What that study lacks: dimensions other than dp and pp, and their groups; and S as the product of what uneven routing
+costs (``even_routing``) and the rest.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 
 from moe_comm.errors import ConfigError
 from moe_comm.plan.replay import Plan, Tasks, prepare, replay
-from moe_comm.plan.trace_table import Bools, Floats, TraceGraph, ideal_seconds
+from moe_comm.plan.trace_table import Bools, Floats, Ints, TraceGraph, ideal_seconds
 
 WORST = 0.03
 """Share of the workers that are mended for M_W."""
@@ -28,8 +29,21 @@ MOST_RANKS = 64
 """Up to so many, each is looked at by itself."""
 _CELLS = 1 << 23
 """Operations times variants that are replayed at once: 64 MB an array."""
+_ATTENTION, _EXPERT = ("tp", "cp", "dp", "pp"), ("etp", "ep", "edp", "pp")
+_SIDES = {"tp": _ATTENTION, "cp": _ATTENTION, "ep": _EXPERT, "etp": _EXPERT}
+"""Dimensions whose groups are looked at, and those of the same side, of which a rank has one place each."""
 _TRANSFER = re.compile(r"(forward|backward)-(?:send|recv)")
 _ENDS = re.compile(r"(?:send|receive) (.+)")
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A rank and its place in each dimension. slowdown: S if only its operations had been as they were; with more ranks
+    than ``MOST_RANKS`` estimated, as the smallest S of its places."""
+
+    rank: int
+    places: Mapping[str, int]
+    slowdown: float
 
 
 @dataclass(frozen=True)
@@ -39,11 +53,12 @@ class WhatIf:
     measured_S, replayed_S, ideal_S: seconds of each step, as it was, T and T_ideal. exact_S: replayed with the gaps,
     which is what was measured if the graph is right.
 
-    by_operation: S_t by kind of operation, worst first. by_place: by dimension, S_x of each place in it; "rank" where
-    there are few. worker_DP: [DP, PP], the smaller of the two S of its places. worst_ranks: those that M_W mends.
-    mended_workers, mended_last_stage: M_W and M_S; NaN where T is T_ideal. routing: part of S that uneven routing
-    makes, the rest of it is ``slowdown / routing``; NaN where not known. correlation: Pearson's, of forward and
-    backward passes of the same micro-batch; near 1 if they differ by what they have to do, NaN where not known.
+    by_operation: S_t by kind of operation, worst first. by_place: by dimension, S_x of each place in it. by_group: by
+    dimension ("tp", "cp", "ep", "etp"), S_x of each group of ranks along it. ranks: how the workers did, one by one.
+    worker_DP: [DP, PP], the smaller of the two S of its places. worst_ranks: those that M_W mends.
+    mended_workers, mended_last_stage: M_W and M_S; NaN where T is T_ideal. even_S: T with even routing, NaN where that
+    is not known. correlation: Pearson's, of forward and backward passes of the same micro-batch; near 1 if they differ
+    by what they have to do, NaN where not known.
     """
 
     steps: tuple[int, ...]
@@ -53,17 +68,30 @@ class WhatIf:
     ideal_S: Floats
     by_operation: Mapping[str, float]
     by_place: Mapping[str, tuple[float, ...]]
+    by_group: Mapping[str, Mapping[tuple[int, ...], float]]
+    ranks: tuple[Worker, ...]
     worker_DP: Floats
     worst_ranks: tuple[int, ...]
     mended_workers: float
     mended_last_stage: float
-    routing: float
+    even_S: Floats
     correlation: float
 
     @property
     def slowdown(self) -> float:
         """S, of all steps together."""
         return float(self.replayed_S.sum() / self.ideal_S.sum())
+
+    @property
+    def slowdown_S(self) -> Floats:
+        """S of each step by itself; NaN of one that would take no time."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.asarray(np.where(self.ideal_S > 0, self.replayed_S / self.ideal_S, np.nan))
+
+    @property
+    def routing(self) -> float:
+        """The part of S that uneven routing makes, ``slowdown / routing`` is the rest; NaN where not known."""
+        return float(self.replayed_S.sum() / self.even_S.sum())
 
     @property
     def waste(self) -> float:
@@ -111,7 +139,7 @@ def what_if(graph: TraceGraph, even_N: Floats | None = None) -> WhatIf:
     """Answers to all questions.
 
     Args:
-        even_N: seconds of each operation if routing were even (``run_trace.even_routing``).
+        even_N: seconds of each operation if routing were even (``even_routing.even_seconds``).
 
     Raises:
         ConfigError: the trace is empty. ReplayError: operations wait for each other.
@@ -121,38 +149,53 @@ def what_if(graph: TraceGraph, even_N: Floats | None = None) -> WhatIf:
     asked = _Questions(graph)
     table = graph.table
     kinds = np.array([operation_of(name) for name in table.names])[table.name_N]
-    lanes: dict[tuple[str, str | int], Bools] = {("operation", str(kind)): kinds == kind for kind in np.unique(kinds)}
-    places = dict(table.places)
-    if len(ranks := np.unique(table.rank_N)) <= MOST_RANKS:
-        places["rank"] = np.searchsorted(ranks, table.rank_N)
-    for dimension, place_N in places.items():
+    ranks, first, of_rank_N = np.unique(table.rank_N, return_index=True, return_inverse=True)
+    of_rank_N = of_rank_N.reshape(-1)
+    places = {dimension: place_N[first] for dimension, place_N in table.places.items()}
+    lanes: dict[tuple[str, object], Bools] = {("operation", str(kind)): kinds == kind for kind in np.unique(kinds)}
+    for dimension, place_N in table.places.items():
         lanes |= {(dimension, place): place_N == place for place in range(int(place_N.max()) + 1)}
+    if len(ranks) <= MOST_RANKS:
+        lanes |= {("rank", int(rank)): table.rank_N == rank for rank in ranks}
+    groups = {dimension: _groups(ranks, places, dimension) for dimension in _SIDES if dimension in places}
+    for dimension, members in groups.items():
+        lanes |= {(f"{dimension} group", group): np.isin(table.rank_N, group) for group in members}
     alone = asked.only_as_they_were(lanes)
     by_place = {
         dimension: tuple(alone[dimension, place] for place in range(int(place_N.max()) + 1))
-        for dimension, place_N in places.items()
+        for dimension, place_N in table.places.items()
     }
+    score_R = np.array([alone.get(("rank", int(rank)), np.inf) for rank in ranks])
+    if not np.isfinite(score_R).all():
+        score_R = _least_of_places(places, by_place)
     worker_DP = np.minimum.outer(np.array(by_place.get("dp", (np.inf,))), np.array(by_place.get("pp", (np.inf,))))
-    worst = _worst_ranks(graph, by_place)
+    worst = _worst(ranks, score_R)
     mended = asked.mended(
         [np.isin(table.rank_N, worst), table.places["pp"] == table.places["pp"].max()]
         if "pp" in table.places
         else [np.isin(table.rank_N, worst)]
     )
     by_operation = {str(kind): value for (what, kind), value in alone.items() if what == "operation"}
+    workers = (
+        Worker(int(rank), {dimension: int(at[place]) for dimension, at in places.items()}, float(score_R[place]))
+        for place, rank in enumerate(ranks)
+    )
+    steps = tuple(int(step) for step in table.steps)
     return WhatIf(
-        tuple(int(step) for step in table.steps),
+        steps,
         table.measured_S(),
         replay_with_gaps(graph),
         asked.replayed_S,
         asked.ideal_S,
         dict(sorted(by_operation.items(), key=lambda item: -item[1])),
         by_place,
+        {key: {group: alone[f"{key} group", group] for group in members} for key, members in groups.items() if members},
+        tuple(workers),
         worker_DP,
         tuple(worst),
         mended[0],
         mended[1] if len(mended) > 1 else float("nan"),
-        float("nan") if even_N is None else float(asked.replayed_S.sum() / asked.seconds(even_N[:, None]).sum()),
+        np.full(len(steps), np.nan) if even_N is None else asked.seconds(even_N[:, None])[:, 0],
         correlation(graph),
     )
 
@@ -220,7 +263,7 @@ class _Questions:
         ]
         return np.concatenate(parts, axis=1)
 
-    def only_as_they_were(self, lanes: Mapping[tuple[str, str | int], Bools]) -> dict[tuple[str, str | int], float]:
+    def only_as_they_were(self, lanes: Mapping[tuple[str, object], Bools]) -> dict[tuple[str, object], float]:
         """S_x for each set of operations [N]."""
         chosen = list(lanes.values())
         total = self._totals(chosen, self._graph.value_N, self._ideal_N)
@@ -244,13 +287,29 @@ class _Questions:
         return np.concatenate(parts)
 
 
-def _worst_ranks(graph: TraceGraph, by_place: Mapping[str, tuple[float, ...]]) -> list[int]:
-    """The ranks with the highest S, each estimated as the smallest S of its places; of equals the first."""
-    table = graph.table
-    ranks, first = np.unique(table.rank_N, return_index=True)
-    score = np.full(len(ranks), np.inf)
-    for dimension, place_N in table.places.items():
+def _groups(ranks: Ints, places: Mapping[str, Ints], dimension: str) -> list[tuple[int, ...]]:
+    """The groups of ranks that differ in ``dimension`` alone; none if it is the whole world, or there are too many."""
+    others = [places[other] for other in _SIDES[dimension] if other in places and other != dimension]
+    if not others:
+        return []
+    _, group_R = np.unique(np.stack(others, axis=1), axis=0, return_inverse=True)
+    group_R = group_R.reshape(-1)
+    count = int(group_R.max()) + 1
+    if not 1 < count <= MOST_RANKS or count == len(ranks):
+        return []
+    return [tuple(ranks[group_R == group].tolist()) for group in range(count)]
+
+
+def _least_of_places(places: Mapping[str, Ints], by_place: Mapping[str, tuple[float, ...]]) -> Floats:
+    """[R] the smallest S of each rank's places in dimensions that have several."""
+    score_R = np.full(len(next(iter(places.values()))), np.inf)
+    for dimension, place_R in places.items():
         if len(by_place[dimension]) > 1:
-            score = np.minimum(score, np.array(by_place[dimension])[place_N[first]])
+            score_R = np.minimum(score_R, np.array(by_place[dimension])[place_R])
+    return score_R
+
+
+def _worst(ranks: Ints, score_R: Floats) -> list[int]:
+    """The ranks with the highest S; of equals the first."""
     count = -(-len(ranks) * int(100 * WORST) // 100)
-    return [int(rank) for rank in ranks[np.lexsort((ranks, -score))[:count]]]
+    return [int(rank) for rank in ranks[np.lexsort((ranks, -score_R))[:count]]]

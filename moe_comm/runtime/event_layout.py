@@ -59,7 +59,8 @@ assert RECORD.size == RECORD_BYTES
 class Span:
     """One record, read back. Times are nanoseconds of CLOCK_MONOTONIC, which the ranks of a host share.
 
-    end_ns: 0 while it is open. device_ns: begin and end on a GPU, on the same clock, (0, 0) where not known.
+    end_ns: 0 while it is open. device_ns: begin and end on a GPU, on the same clock, (0, 0) where not known;
+    with an end of 0, when that which this span waits for was begun, earlier than the span.
     layer: "" outside of layers. group: global ranks that take part, () for this rank alone. call: which of the
     group's calls of this kind, from 1, by which ranks find the one they share; 0 without a group. peer: the one rank at
     the other end, -1 for none. nbytes: sent by this rank to others. rows: for each of this rank's experts. thread: 0 is

@@ -49,7 +49,7 @@ def rank_main(environment: Mapping[str, str], entry: Callable[..., Any], args: t
         raise SystemExit(1)
     if environment:
         _take_over(environment)
-        _end_with_launcher()
+    returned = _end_with_launcher(tell=bool(environment))
     attempt, rank = os.environ.get(RESTARTS_VARIABLE, "0"), os.environ["RANK"]
     alive = Path(folder, ALIVE, f"{attempt}.{rank}")
     _write(alive, str(os.getpid()))
@@ -81,6 +81,7 @@ def rank_main(environment: Mapping[str, str], entry: Callable[..., Any], args: t
         # Not re-raised: the agent would print a traceback for every rank; the launcher speaks for all.
         raise SystemExit(1) from None
     alive.unlink(missing_ok=True)
+    returned.set()
     return result
 
 
@@ -150,17 +151,26 @@ _OF_RANK = {
 """What torch's agent tells each rank, beside what begins with TORCHELASTIC_."""
 
 
-def _end_with_launcher() -> None:
-    """Send this process SIGINT when the launcher is gone. Ranks that it starts itself are told so by the kernel, which
-    looks at the process that a rank was forked from."""
+def _end_with_launcher(tell: bool) -> threading.Event:
+    """Do not outlive the launcher, but for what the rank's function still does; to be set when that has returned: torch
+    would then wait for the launcher to take the result.
+
+    tell: send this process SIGINT when the launcher is gone. Ranks that it starts itself are told so by the kernel,
+    which looks at the process that a rank was forked from.
+    """
+    returned = threading.Event()
     parent = multiprocessing.parent_process()
     if parent is None:
-        return
+        return returned
     sentinel = parent.sentinel
 
     def watch() -> None:
         with contextlib.suppress(OSError):
             connection.wait([sentinel])
-            os.kill(os.getpid(), signal.SIGINT)
+            if tell:
+                os.kill(os.getpid(), signal.SIGINT)
+            returned.wait()
+            os._exit(1)
 
     threading.Thread(target=watch, name="launcher", daemon=True).start()
+    return returned

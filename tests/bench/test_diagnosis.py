@@ -49,8 +49,10 @@ def test_a_hang_is_named_by_the_record_that_follows_it_before_the_next(tmp_path:
     ]
 
 
-def test_slow_ranks_are_found_in_a_run_that_has_them() -> None:
-    """All of it, on few cases: a rank that sleeps as long as ten steps take is found whatever else the machine does."""
+def test_slow_ranks_are_found_in_a_run_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it, on few cases: a rank that is slow for as long as many steps take is found whatever else the machine
+    does, which may make every step take ten times as long as it should."""
+    monkeypatch.setattr(diagnosis, "SLOW_S", (0.5,))
     said: list[str] = []
     found = diagnosis.run(Cases(slow=2, links=0, hangs=0, ranks=2), said.append)
     assert found["cases"] == found["healthy"] == 2 and found["right"] == 2

@@ -39,7 +39,7 @@ def python(tmp_path: Path) -> Path:
 def run(python: Path, *arguments: str, deadline_s: int = 540) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"PYTHON": str(python), "DEADLINE_S": str(deadline_s)}
     command = ["bash", "benchmarks/gpu.sh", *arguments, str(python.parent / "out")]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240, check=False)
 
 
 def table(shown: str) -> dict[str, str]:

@@ -168,7 +168,7 @@ def test_hosts_and_ranks_go_when_their_maker_is_killed(able: None, tmp_path: Pat
 @pytest.fixture(scope="module")
 def met(pair: Hosts) -> list[host_work.Met]:
     """What two hosts of two ranks found."""
-    found: list[host_work.Met] = run_on_hosts(host_work.dispatch, (), pair, 2, 120)
+    found: list[host_work.Met] = run_on_hosts(host_work.dispatch, (), pair, 2, 240)
     return found
 
 
@@ -217,12 +217,12 @@ def test_the_first_cause_is_raised_and_names_rank_and_host(pair: Hosts) -> None:
     [
         ("killed", r"rank 1 on host 1 .* was killed by SIGKILL", ""),
         ("foreign", r"rank 1 on host 1 .* failed with KeyError: 'a key'", "fail_on_the_last"),
-        ("hang", r"rank 0 on host 0 .*, rank 1 on host 1 .*: not done within 3 s", "in fail_on_the_last"),
+        ("hang", r"rank 0 on host 0 .*, rank 1 on host 1 .*: not done within 8 s", "in fail_on_the_last"),
     ],
 )
 def test_other_failures_say_who_and_where(pair: Hosts, how: str, message: str, details: str) -> None:
     with pytest.raises(RankFailed, match=message) as caught:
-        run_on_hosts(host_work.fail_on_the_last, (how,), pair, 1, 3 if how == "hang" else 30, group=False)
+        run_on_hosts(host_work.fail_on_the_last, (how,), pair, 1, 8 if how == "hang" else 60, group=False)
     assert details in caught.value.details
 
 

@@ -312,8 +312,8 @@ def die_inside(rank: int, world: int, job: Job) -> tuple[Told, Told]:
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_a_rank_lost_inside_its_host_is_an_error_on_every_rank(deterministic: bool, pool4: RankPool) -> None:
-    job = replace(Job("hierarchical", timeout_s=20.0), deterministic=deterministic)
-    found = pool4.run(die_inside, job, timeout=15, expect_dead={1})
+    job = replace(Job("hierarchical", timeout_s=60.0), deterministic=deterministic)
+    found = pool4.run(die_inside, job, timeout=40, expect_dead={1})
     for rank, told in enumerate(found):
         if rank != 1:
             (raised, message), (again, _) = told
@@ -342,7 +342,7 @@ def die_between_pieces(rank: int, world: int, job: Job) -> tuple[Told, Told]:
 
 
 def test_a_rank_lost_between_pieces_is_an_error_on_every_rank(pool4: RankPool) -> None:
-    found = pool4.run(die_between_pieces, Job("hierarchical", timeout_s=20.0), timeout=15, expect_dead={1})
+    found = pool4.run(die_between_pieces, Job("hierarchical", timeout_s=60.0), timeout=40, expect_dead={1})
     for rank, told in enumerate(found):
         if rank != 1:
             (raised, message), (again, _) = told

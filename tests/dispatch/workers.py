@@ -396,6 +396,7 @@ def never_calls(rank: int, world: int, job: Job) -> list[Told]:
 
 def lose_a_rank(rank: int, world: int, job: Job) -> tuple[Told, Told]:
     """Rank 1 is killed or stopped between dispatch and combine (job.how: SIGKILL, SIGSTOP), or in backward."""
+    dist.barrier()  # fresh processes take long to load what they need, which the dispatcher's deadline is not for
     dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
     name, _, where = job.how.partition(" ")
     x_TD, ids_TK = _good(dispatcher, job)

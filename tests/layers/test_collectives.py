@@ -264,8 +264,8 @@ def one_dies(rank: int, world: int, arg: Any) -> None:
 
 
 def one_is_late(rank: int, world: int, arg: Any) -> None:
-    configure_collectives(CollectiveOptions(timeout_s=0.5))
     sum_over(torch.ones(3), dist.group.WORLD)
+    configure_collectives(CollectiveOptions(timeout_s=0.5))  # from now on: a busy machine may take long to begin
     if rank == 0:
         with pytest.raises(PeerTimeout, match=r"all-reduce of \(3,\) float32.*rank 1"):
             sum_over(torch.ones(3), dist.group.WORLD)

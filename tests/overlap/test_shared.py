@@ -285,7 +285,7 @@ def _stuck(rank: int, world: int, path: Path) -> None:
     group = _new_group()
     inputs = _inputs("matmul_scatter", rank, world)
     _pass("matmul_scatter", inputs, group)
-    configure_collectives(CollectiveOptions(timeout_s=0.3 if rank != 1 else 60))
+    configure_collectives(CollectiveOptions(timeout_s=2.0 if rank != 1 else 60))
 
     def stay(product: int) -> None:
         if rank == 1 and product == 1:

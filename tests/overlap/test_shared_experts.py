@@ -410,7 +410,7 @@ def _ended(segment: str) -> bool:
 
 def _stuck(rank: int, world: int, path: Path) -> None:
     store = dist.FileStore(str(path), world)
-    dispatcher = _dispatcher(rank, world, 2 * world, timeout_s=1, group=dist.new_group(backend="gloo"))
+    dispatcher = _dispatcher(rank, world, 2 * world, timeout_s=3, group=dist.new_group(backend="gloo"))
     ids = _routing("random", rank, 2 * world)
     leaves = _leaves(rank, 2, ids)
     h, passage = dispatch_matmul(dispatcher, leaves["x"], ids, leaves["w1"], CUT)

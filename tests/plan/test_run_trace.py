@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_comm.errors import ConfigError, CorruptFile
@@ -42,11 +42,26 @@ class Clock:
         peer: int = -1,
         nbytes: int = 0,
         micro: int = 0,
+        rows: tuple[int, ...] = (),
+        begun: float = 0.0,
     ) -> None:
         begin_ns, end_ns = BASE + round(self.now * MS), BASE + round(end * MS)
-        self.spans.append(
-            SpanLine(self.rank, kind, name, begin_ns, end_ns, self.step, micro, layer, list(group), call, peer, nbytes)
+        line = SpanLine(
+            self.rank,
+            kind,
+            name,
+            begin_ns,
+            end_ns,
+            self.step,
+            micro,
+            layer,
+            list(group),
+            call,
+            peer,
+            nbytes,
+            list(rows),
         )
+        self.spans.append(replace(line, begun_ns=BASE + round(begun * MS)) if begun else line)
         self.now = end
 
     def work(self, name: str, milliseconds: float, layer: str = "", micro: int = 0) -> None:
@@ -57,10 +72,14 @@ class Clock:
         return [*self.spans, replace(whole, step=self.step)]
 
 
-def meet(clocks: list[Clock], kind: str, name: str, takes: float, call: int, layer: str = "") -> None:
+def meet(
+    clocks: list[Clock], kind: str, name: str, takes: float, call: int, layer: str = "", rows: tuple[int, ...] = ()
+) -> None:
     end = max(clock.now for clock in clocks) + takes
     for clock in clocks:
-        clock.span(kind, name, end, layer, tuple(clock.rank for clock in clocks), call, nbytes=100 + 100 * clock.rank)
+        brought = (rows[clock.rank],) if rows and kind == "dispatch" else ()
+        nbytes = 100 if rows else 100 + 100 * clock.rank
+        clock.span(kind, name, end, layer, tuple(clock.rank for clock in clocks), call, nbytes=nbytes, rows=brought)
 
 
 def expert_step(experts: tuple[float, float], step: int = 1, late: float = 0.0) -> list[SpanLine]:
@@ -171,19 +190,110 @@ def test_a_stage_waits_for_the_one_before_it(forward: float) -> None:
         assert replay(make_tasks(graph), changed).end.max() == pytest.approx(expected / 1e3)
 
 
-def test_a_rank_with_several_stages_waits_in_each_turn_for_what_was_sent_in_it() -> None:
+def test_a_rank_with_several_stages_waits_for_what_its_next_pass_takes() -> None:
     one, two = Clock(0), Clock(1)
     one.work("forward", 3, "stage 0")
     one.span("transfer", "send activations", 3, "stages 0-1", peer=1)
-    one.work("forward", 2, "stage 3")
-    two.work("forward", 1, "stage 2")
-    two.span("transfer", "between passes", 3.5)  # for what is used later
-    two.work("loss", 1, "stage 2")
+    one.work("forward", 1.25, "stage 2", 1)
+    one.span("transfer", "send activations", 4.25, "stages 2-3", peer=1, micro=1)  # for later
+    two.work("forward", 1, "stage 3", 0)
+    two.span("transfer", "between passes", 4.5)
     two.work("forward", 2, "stage 1")
     graph = make_run_trace(one.done() + two.done(), 2, {"pp": 2}).graph
     assert replay(make_tasks(graph)).end.max() == pytest.approx(0.0065)
     later = np.where(np.isclose(graph.value_N, 0.003), 0.005, graph.value_N)
     assert replay(make_tasks(graph), later).end.max() == pytest.approx(0.0085)
+    other = np.where(np.isclose(graph.value_N, 0.00125), 0.004, graph.value_N)
+    assert replay(make_tasks(graph), other).end.max() == pytest.approx(0.007), "that of the first rank itself"
+
+
+def test_after_its_last_pass_a_rank_waits_until_what_it_sent_is_asked_for() -> None:
+    one, two = Clock(0), Clock(1)
+    one.work("forward", 1, "stage 0")
+    one.span("transfer", "send activations", 1, "stages 0-1", peer=1)
+    one.work("garbage collection", 5)
+    one.span("transfer", "between passes", 6.5)
+    one.work("backward", 2, "stage 0")
+    two.span("transfer", "between passes", 1.5)
+    two.work("forward", 0.5, "stage 1")
+    two.work("backward", 1, "stage 1")
+    two.span("transfer", "send gradients", 3, "stages 0-1", peer=0)
+    two.span("transfer", "between passes", 6.25)  # asked for at 6
+    graph = make_run_trace(one.done() + two.done(), 2, {"pp": 2}).graph
+    ends = replay(make_tasks(graph)).end
+    assert [ends[graph.table.rank_N == rank].max() for rank in (0, 1)] == pytest.approx([0.0085, 0.00625])
+    sooner = np.where(np.isclose(graph.value_N, 0.005), 0.003, graph.value_N)
+    ends = replay(make_tasks(graph), sooner).end
+    assert [ends[graph.table.rank_N == rank].max() for rank in (0, 1)] == pytest.approx([0.0065, 0.00425])
+
+
+def early_call(inside: str = "") -> list[SpanLine]:
+    """Rank 0 begins a call after 2 ms and waits for it after 8, rank 1 after 5 and at once; nobody waits for long."""
+    one, two = Clock(0), Clock(1)
+    one.work("attention", 2)
+    one.work("experts", 6)
+    two.work("attention", 5)
+    for clock, begun, end in ((one, 2, 8.125), (two, 0, 5.5)):
+        outer = clock.now
+        clock.span("collective", "sum", end, group=(0, 1), call=1, begun=begun)
+        if inside:
+            clock.now = outer
+            clock.span(inside, inside, end, "layers.0.moe")
+    two.work("forward", 3)
+    return one.done() + two.done()
+
+
+@pytest.mark.parametrize("inside", ["", "dispatch"])
+@pytest.mark.parametrize(
+    ("slow", "ends"),
+    [
+        (("attention", 0, 2), (0.008125, 0.0085)),
+        (("attention", 0, 7), (0.013125, 0.0105)),  # both begin it later
+        (("experts", 0, 9), (0.011125, 0.0085)),  # by then it has been begun
+        (("attention", 1, 9), (0.009125, 0.0125)),
+    ],
+)
+def test_a_call_that_goes_on_beside_other_work_is_waited_for_from_when_all_had_begun_it(
+    slow: tuple[str, int, float], ends: tuple[float, float], inside: str
+) -> None:
+    graph = make_run_trace(early_call(inside), 2, EP2).graph
+    table = graph.table
+    chosen = (table.name_N == table.names.index(slow[0])) & (table.rank_N == slow[1])
+    assert chosen.sum() == 1
+    found = replay(make_tasks(graph), np.where(chosen, slow[2] / 1e3, graph.value_N)).end
+    assert [found[table.rank_N == rank].max() for rank in (0, 1)] == pytest.approx(ends)
+
+
+def routed_step(rows: tuple[int, int], step: int, slow: tuple[float, float] = (1, 1)) -> list[SpanLine]:
+    """Experts take 2 ms, and 1 ms for 100 rows, times ``slow``."""
+    clocks = [Clock(0, step), Clock(1, step)]
+    meet(clocks, "dispatch", "dispatch", 1, 1 + step, "layers.0.moe", rows)
+    for clock, mine, times in zip(clocks, rows, slow, strict=True):
+        clock.work("experts", (2 + mine / 100) * times, "layers.0.moe")
+    meet(clocks, "combine", "combine", 1, 1 + step, "layers.0.moe", rows)
+    return [span for clock in clocks for span in clock.done()]
+
+
+def test_a_slow_rank_is_not_taken_for_uneven_routing() -> None:
+    spans = [span for step in range(8) for span in routed_step((300, 300), step, (1, 3))]
+    found = make_run_trace(spans, 2, EP2)
+    answer = what_if(found.graph, found.even_N)
+    assert answer.slowdown == pytest.approx(17 / 12)
+    assert answer.routing == pytest.approx(1)
+    assert [worker.slowdown for worker in answer.ranks] == pytest.approx([1, 17 / 12])
+    # Nor where by chance it has a little more to do: then no more than that is put down to routing.
+    spans = [span for step in range(8) for span in routed_step((300 - step, 300 + step), step, (1, 3))]
+    found = make_run_trace(spans, 2, EP2)
+    assert 1 < what_if(found.graph, found.even_N).routing < 1.02
+
+
+def test_uneven_routing_is_not_taken_for_a_slow_rank() -> None:
+    spans = [span for step in range(8) for span in routed_step((300 - 30 * step, 300 + 30 * step), step)]
+    found = make_run_trace(spans, 2, EP2)
+    answer = what_if(found.graph, found.even_N)
+    even = make_run_trace([span for step in range(8) for span in routed_step((300, 300), step)], 2, EP2)
+    np.testing.assert_allclose(answer.even_S, what_if(even.graph).replayed_S, rtol=1e-6)
+    assert answer.slowdown / answer.routing == pytest.approx(1, rel=0.01)
 
 
 def test_work_is_shared_out_between_stages() -> None:
@@ -252,3 +362,59 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
         make_run_trace(expert_step((6, 10)), 1, {})
     with pytest.raises(ConfigError, match="recorded whole"):
         make_run_trace([span for span in expert_step((6, 10)) if span.kind != "step"], 2, EP2)
+
+
+Program = list[tuple[str, list[float]]]
+"""What both ranks do one after the other, with milliseconds of each: work, a call that meets, one that is begun here
+and waited for at the next "await", which takes no time by itself."""
+
+
+def ran(program: Program) -> list[SpanLine]:
+    """The spans that it leaves."""
+    clocks = [Clock(0), Clock(1)]
+    begun: list[float] = []
+    for call, (what, takes) in enumerate(program, 1):
+        if what == "work":
+            for clock, own in zip(clocks, takes, strict=True):
+                clock.work("forward", own)
+        elif what == "meet":
+            meet(clocks, "combine", "combine", takes[0], call, "layers.0.moe")
+        elif what == "begin":
+            begun = [clock.now for clock in clocks]
+        elif begun:
+            for clock, own in zip(clocks, begun, strict=True):
+                end = max(clock.now, *begun)
+                clock.span("collective", "sum", end, group=(0, 1), call=call, begun=own if own < clock.now else 0.0)
+            begun = []
+    return [span for clock in clocks for span in clock.done()]
+
+
+KINDS = st.sampled_from(["work", "work", "meet", "begin", "await"])
+PROGRAMS = st.lists(st.tuples(KINDS, st.lists(st.integers(1, 40), min_size=2, max_size=2)), min_size=4, max_size=12)
+
+
+@settings(max_examples=60)
+@given(PROGRAMS, st.integers(0, 11), st.integers(0, 1), st.integers(0, 80))
+def test_what_would_have_been_is_what_is_when_it_is(program: Program, at: int, rank: int, instead: int) -> None:
+    at %= len(program)
+    # Nothing happens at the very same time.
+    program = [
+        (what, [own + (3 * place + one + 1) ** 2 / 1e4 for one, own in enumerate(takes)])
+        for place, (what, takes) in enumerate(program)
+    ]
+    takes = program[at][1]
+    program[at] = ("work", takes)
+    graph = make_run_trace(ran(program), 2, EP2).graph
+    table = graph.table
+    begin = max([0.0, *((span.end_ns - BASE) / MS for span in ran(program[:at]) if span.rank == rank)])
+    chosen = (
+        (table.rank_N == rank) & np.isclose(table.begin_N, begin / 1e3) & np.isclose(graph.value_N, takes[rank] / 1e3)
+    )
+    assert chosen.sum() == 1
+    changed = [*takes]
+    changed[rank] = 0.25 + instead
+    truth = make_run_trace(ran([*program[:at], ("work", changed), *program[at + 1 :]]), 2, EP2).graph
+    found = replay(make_tasks(graph), np.where(chosen, changed[rank] / 1e3, graph.value_N)).end
+    for one in (0, 1):
+        expected = truth.table.end_N[truth.table.rank_N == one].max()
+        assert found[table.rank_N == one].max() == pytest.approx(expected)

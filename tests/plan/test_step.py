@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from moe_comm.errors import ConfigError
+from moe_comm.plan import step as step_module
 from moe_comm.plan.hardware_table import cluster_named
 from moe_comm.plan.mapping import Mapping, Place
 from moe_comm.plan.model_file import model_named
 from moe_comm.plan.operators import Load
-from moe_comm.plan.step import Step, StepModel
+from moe_comm.plan.replay import Plan, replay
+from moe_comm.plan.step import FULL, Step, StepModel, _period
 
 
 def model(name: str, mapping: str, gpus: int, *, batch: int = 256, seq: int = 4096, **settings: object) -> StepModel:
@@ -44,7 +46,7 @@ def test_one_rank_moves_nothing_and_waits_for_nobody() -> None:
 
 
 def test_a_pipeline_of_equal_stages_idles_as_its_schedule_says() -> None:
-    found = model("llama3-8x70b", "tp=8,pp=16,ep=8", 256)
+    found = model("llama3-8x70b", "tp=8,pp=16,ep=8", 256, overlap="inter")
     busy = [sum(one.seconds()) for one in found.stage_passes]
     parts = found.predict().breakdown
     # The last stage has the head, too: all wait for it but at the ends.
@@ -55,9 +57,11 @@ def test_a_pipeline_of_equal_stages_idles_as_its_schedule_says() -> None:
 
 
 def test_more_stages_a_rank_idle_less() -> None:
-    plain = step("mixtral-8x22b", "tp=2,pp=8,ep=8", 128).breakdown["pipeline"]
-    interleaved = step("mixtral-8x22b", "tp=2,pp=8,vpp=7,ep=8", 128).breakdown["pipeline"]
+    plain = step("mixtral-8x22b", "tp=2,pp=8,ep=8", 128, overlap="inter").breakdown["pipeline"]
+    interleaved = step("mixtral-8x22b", "tp=2,pp=8,vpp=7,ep=8", 128, overlap="inter").breakdown["pipeline"]
     assert interleaved < plain / 3
+    waiting = step("mixtral-8x22b", "tp=2,pp=8,vpp=7,ep=8", 128).breakdown["pipeline"]
+    assert waiting > interleaved, "more is sent between stages, and without overlap ranks wait for it"
 
 
 def test_recomputing_costs_what_it_does_again() -> None:
@@ -89,8 +93,12 @@ def test_bytes_of_gradients_and_weights_are_those_of_the_sharding() -> None:
 def test_sharded_weights_cost_what_computing_does_not_hide() -> None:
     few = step("mixtral-8x22b", "ep=8", 128, sharding="fsdp", batch=128)
     many = step("mixtral-8x22b", "ep=8", 128, sharding="fsdp", batch=128 * 16, micro_batch=16)
-    assert few.breakdown["sharded weights"] > 0.3 * few.seconds
-    assert many.breakdown.get("sharded weights", 0.0) < 0.02 * many.seconds, "16 times the work hides it"
+    beside = step("mixtral-8x22b", "ep=8", 128, sharding="fsdp", batch=128 * 16, micro_batch=16, overlap="inter")
+    assert few.breakdown["sharded weights"] > 0.3 * few.seconds and "sharded weights" not in few.hidden
+    assert few.breakdown["sharded weights"] == pytest.approx(many.breakdown["sharded weights"]), "in turns"
+    seen, hidden = beside.breakdown["sharded weights"], beside.hidden["sharded weights"]
+    assert seen + hidden == pytest.approx(few.breakdown["sharded weights"])
+    assert seen < 0.25 * hidden, "16 times the work hides all but what computing loses by it"
 
 
 PUBLISHED = [
@@ -118,3 +126,64 @@ def test_what_does_not_fit_is_refused() -> None:
         step("mixtral-8x7b", "pp=64", 64)
     with pytest.raises(ConfigError, match="cannot be cut"):
         model("mixtral-8x7b", "ep=8", 64, batch=100)
+
+
+@pytest.mark.parametrize("mapping", ["tp=2,pp=2,ep=8", "cp=4,ep=4", "ep=4,etp=2"])
+def test_more_overlap_hides_more_and_what_is_hidden_is_told(mapping: str) -> None:
+    none, inter, every = (step("qwen2-57b-a14b", mapping, 32, overlap=name) for name in ("none", "inter", "all"))
+    assert none.seconds > inter.seconds > every.seconds
+    assert none.hidden == {} and sum(every.hidden.values()) > sum(inter.hidden.values()) > 0
+    for found in (inter, every):
+        assert sum(found.breakdown.values()) == pytest.approx(found.seconds)
+        assert set(found.hidden) <= set(found.sent)
+        assert found.sent == none.sent, "overlap moves no fewer bytes"
+        for name in ("dispatch", "combine"):
+            assert found.breakdown[name] + found.hidden[name] == pytest.approx(none.breakdown[name])
+    parts = ("expert gradients", "dense gradients", "dense weights", "expert weights")
+    hidden = sum(inter.hidden.get(name, 0.0) for name in parts)
+    assert inter.breakdown["gradients and weights"] + hidden == pytest.approx(none.breakdown["gradients and weights"])
+
+
+def test_weights_move_in_the_dtype_that_computes() -> None:
+    def moved(dtype: str) -> dict[str, dict[str, float]]:
+        place = Place(Mapping.parse("ep=8", 64), cluster_named("h100", 64))
+        return StepModel(model_named("mixtral-8x7b"), place, Load(4096, dtype), 256).predict().sent
+
+    bf16, fp32, fp8 = moved("bf16"), moved("fp32"), moved("fp8")
+    assert fp32["expert weights"]["between"] == 2 * bf16["expert weights"]["between"]
+    assert fp8["expert weights"] == bf16["expert weights"], "masters and what is gathered stay as they are"
+    assert fp32["expert gradients"] == bf16["expert gradients"], "sums are in fp32"
+    assert fp32["dispatch"]["inside"] == 2 * bf16["dispatch"]["inside"]
+
+
+def test_a_full_pipeline_is_not_replayed_to_its_end_and_takes_as_long() -> None:
+    for mapping, batch in (("tp=2,pp=4,ep=8", 640), ("tp=2,pp=4,vpp=2,ep=8", 640), ("tp=4,pp=2,ep=8", 352)):
+        for overlap in ("none", "inter"):
+            found = model("mixtral-8x7b", mapping, 64, batch=batch, overlap=overlap)
+            assert found.micro_batches > (FULL + 1) * found.place.mapping.parallel.pp
+            _, plan, seconds = found.pipeline()
+            assert found.span == pytest.approx(float(replay(plan, seconds).span), rel=1e-12)
+            replayed = found._replayed(FULL * found.place.mapping.parallel.pp)
+            assert _period(replayed[0], replay(*replayed[1:]).end[: len(replayed[0])], found.span) is not None
+
+
+def test_work_grows_with_neither_ranks_nor_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks replayed and blocks timed for 100,000 accelerators are those of 1,440's pipeline, not of its ranks."""
+    tasks, timed = [], []
+    real, blocks = step_module.replay, step_module.Operators
+
+    def counted(plan: Plan, seconds: object) -> object:
+        tasks.append(len(plan.tasks))
+        return real(plan, seconds)  # type: ignore[arg-type]
+
+    def made(*args: object) -> object:
+        timed.append(args)
+        return blocks(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(step_module, "replay", counted)
+    monkeypatch.setattr(step_module, "Operators", made)
+    step_module._blocks.cache_clear()
+    for gpus, batch in ((1440, 18 * 100), (100_000, 1250 * 100), (100_000, 1250 * 400)):
+        assert step("deepseek-v3", "tp=8,pp=10,ep=8", gpus, batch=batch).seconds > 0
+    assert len(tasks) == 3 and len(set(tasks)) == 1, "all micro-batches beyond a full pipeline are alike"
+    assert len(timed) <= 2 + 3, "blocks once for each cluster, rows between stages once for each step"

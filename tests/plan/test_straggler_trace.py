@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moe_comm.cli import run as command
 from moe_comm.errors import ConfigError, CorruptFile
 from moe_comm.plan import straggler_trace
 from moe_comm.plan.straggler_trace import read_straggler_trace, straggler_graph
@@ -165,6 +167,16 @@ def test_what_is_slow_is_found_and_its_cost_is_that_of_sharing_it_out(tmp_path: 
     assert found.by_operation["forward-transfer"] == pytest.approx(1)
 
 
+def test_the_command_takes_a_trace_as_it_takes_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = write(tmp_path / "trace.parquet", columns(slow)), tmp_path / "out.json"
+    assert command(["whatif", str(path), "--json", str(out)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("2 steps, ") and [line.split()[:2] for line in said[-2:]] == [["pp", "0"], ["pp", "1"]]
+    found = json.loads(out.read_text())
+    assert found["worst_ranks"] == [2] and found["routing"] is None and found["even_s"] == [None, None]
+    assert found["replay_error"] < 1e-9
+
+
 def test_gaps_are_left_out_of_the_replay_and_belong_to_its_error(tmp_path: Path) -> None:
     rows = columns(usual)
     late = np.isin(rows["optype"], ("optimizer",))
@@ -194,6 +206,17 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
     "a NaN": (lambda rows: rows | {"start_ts": np.where(rows["step"] == 0, np.nan, 0.0)}, "finite"),
     "before it began": (lambda rows: rows | {"duration": -rows["duration"]}, "not negative"),
     "another operation": (lambda rows: rows | {"optype": np.char.add(rows["optype"], "!")}, "unknown operations"),
+    "an end beyond all numbers": (
+        lambda rows: rows | {"start_ts": rows["start_ts"] + 1.7e308, "duration": rows["duration"] + 1.7e308},
+        "finite",
+    ),
+    "empty cells": (
+        lambda rows: rows | {"seq_id": arrow.array([None, *rows["seq_id"][1:].tolist()])},
+        "seq_id must hold integers",
+    ),
+    "numbers for operations": (lambda rows: rows | {"optype": rows["step"]}, "unknown operations"),
+    "a huge data-parallel rank": (lambda rows: rows | {"dp_rank": rows["dp_rank"] + (1 << 62)}, "dp_rank must be from"),
+    "more workers than rows": (lambda rows: rows | {"dp_rank": rows["dp_rank"] * 500_000}, "pairs of worker and step"),
     "a negative stage": (lambda rows: rows | {"stage": rows["stage"] - 1}, "stage must be from 0"),
     "a stage far away": (lambda rows: rows | {"stage": rows["stage"] << 40}, "stage must be from 0"),
     "a worker that is missing": (

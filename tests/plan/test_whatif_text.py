@@ -43,7 +43,7 @@ def test_a_slow_rank_is_told_with_what_it_costs(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, page = tmp_path / "w.json", tmp_path / "w.html"
-    assert command(["whatif", str(folder), "--json", str(out), "--html", str(page)]) == 0
+    assert command(["whatif", str(folder), "--json", str(out), "--page", str(page)]) == 0
     said = capsys.readouterr().out
     assert (
         "2 steps, 12.0 ms each; 10.0 ms if nothing had been slower" in said and "slowdown 1.200, 16.7% wasted" in said
@@ -52,13 +52,15 @@ def test_a_slow_rank_is_told_with_what_it_costs(
     found = json.loads(out.read_text())
     assert found["slowdown"] == pytest.approx(1.2) and found["measured_s"] == pytest.approx([0.012, 0.012])
     assert found["worst_ranks"] == [1] and found["replay_error"] == pytest.approx(0)
+    assert [(one["rank"], one["slowdown"]) for one in found["by_rank"]] == [(0, 1.0), (1, pytest.approx(1.2))]
+    assert said.splitlines()[-4:-1] == ["slowdown by worker", "         dp 0     dp 1", "pp 0  1.000    1.200 ▒"]
     html = page.read_text()
-    assert "Slowdown by worker" in html and "slow-run: slowdown 1.200" in html and "<script src=" not in html
+    assert "Slowdown by worker" in html and "What if: slow-run" in html and "<script src=" not in html
 
 
 def test_steps_can_be_chosen(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["whatif", str(folder), "--steps", "2:2"]) == 0
-    assert capsys.readouterr().out.startswith("1 steps, ")
+    assert capsys.readouterr().out.startswith("1 step, ")
     assert command(["whatif", str(folder), "--steps", "7:9"]) == 2
     assert "no spans" in capsys.readouterr().err
 
@@ -84,7 +86,9 @@ def test_a_replay_that_errs_is_said_to(found: WhatIf) -> None:
 
 
 def test_what_is_not_known_is_left_out(found: WhatIf) -> None:
-    unknown = replace(found, routing=np.nan, mended_workers=np.nan, mended_last_stage=np.nan, correlation=np.nan)
+    unknown = replace(
+        found, even_S=found.even_S * np.nan, mended_workers=np.nan, mended_last_stage=np.nan, correlation=np.nan
+    )
     said, numbers = text(unknown), summary(unknown)
     assert "uneven routing" not in said and "mended" not in said and "nan" not in said
     assert numbers["routing"] is numbers["mended_workers"] is numbers["correlation"] is None

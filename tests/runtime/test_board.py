@@ -123,32 +123,38 @@ def test_a_rank_that_is_stopped_while_it_tells_does_not_keep_others_from_it(alon
     assert alone.notice() == "late"
 
 
-def test_stacks_come_from_a_rank_that_holds_the_lock_of_its_interpreter(pool2: RankPool) -> None:
-    text, _ = pool2.run(stacks_of_second, timeout=60)
+def test_stacks_come_from_a_rank_that_holds_the_lock_of_its_interpreter(pool2: RankPool, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "lock")
+    text, _ = pool2.run(stacks_of_second, str(tmp_path / "lock"), timeout=60)
     assert "hold_the_lock" in text
 
 
-def stacks_of_second(rank: int, world: int, arg: Any) -> str:
+def stacks_of_second(rank: int, world: int, fifo: str) -> str:
+    """Rank 1 holds its lock until rank 0 has what it wants, or has given up."""
     board = Board.meet(rank, records=RECORDS)
+    held = os.open(fifo, os.O_RDWR)
     try:
         if rank == 1:
-            hold_the_lock(1_500_000)
-            dist.barrier()
+            hold_the_lock(held)
             return ""
         text = ""
         end = time.monotonic() + 20
         while "hold_the_lock" not in text and time.monotonic() < end:
             text = board.stacks(1, 1.0)
-        dist.barrier()
         return text
     finally:
+        os.write(held, b"!")
+        dist.barrier()
+        os.close(held)
         board.close()
 
 
-def hold_the_lock(microseconds: int) -> None:
+def hold_the_lock(held: int) -> None:
     import ctypes
 
-    ctypes.PyDLL(None).usleep(microseconds)
+    libc, byte = ctypes.PyDLL(None), ctypes.create_string_buffer(1)
+    while libc.read(held, byte, 1) != 1:  # the signal that asks for stacks may end it
+        pass
 
 
 def test_the_end_of_a_process_wakes_its_neighbour_and_a_stopped_one_is_told_apart(pool2: RankPool) -> None:

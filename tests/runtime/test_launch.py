@@ -201,7 +201,7 @@ def stop_when_told(folder: str, how: str) -> str:
             for kind in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(kind, lambda number, frame: told.set())
         Path(folder, str(ranks.rank)).touch()
-        if not told.wait(60):
+        if not told.wait(200):
             return "nobody told it"
         if how == "fails":
             raise InputError("could not finish")
@@ -213,7 +213,7 @@ def signal_when_ready(folder: Path, kind: signal.Signals) -> threading.Thread:
     """Send ``kind`` to this process when both ranks are up."""
 
     def send() -> None:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 200
         while len(list(folder.iterdir())) < 2 and time.monotonic() < end:
             time.sleep(0.005)
         os.kill(os.getpid(), kind)
@@ -274,14 +274,19 @@ def test_forked_ranks_that_fail_are_started_again_and_named(tmp_path: Path) -> N
         launch(fail, ("killed",), ranks=2, preload=preload)
 
 
-def test_forked_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("how", "preload"), [("waits", ("torch",)), ("finishes", ("torch",)), ("finishes", ())])
+def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path, how: str, preload: tuple[str, ...]) -> None:
+    """Forked ranks and others; also those that finish what they do first, and then have nobody to take the result."""
+    came, left = tmp_path / "came", tmp_path / "left"
+    came.mkdir()
+    left.mkdir()
     code = (
-        "from tests.runtime.test_launch import launch, wait_for_ever\n"
-        f"launch(wait_for_ever, ({str(tmp_path)!r},), 2, preload=('torch',))"
+        "from tests.runtime.test_launch import launch, wait_until_told\n"
+        f"launch(wait_until_told, ({str(came)!r}, {how!r}), 2, preload={preload!r})"
     )
-    with subprocess.Popen([sys.executable, "-c", code]) as launcher:
-        ends = time.monotonic() + 60
-        while len(found := [path for path in tmp_path.iterdir() if not path.suffix]) < 2 and time.monotonic() < ends:
+    with subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(left)}) as launcher:
+        ends = time.monotonic() + 120
+        while len(found := list(came.iterdir())) < 2 and time.monotonic() < ends:
             time.sleep(0.01)
         pids = [int(path.name) for path in found]
         launcher.kill()
@@ -290,9 +295,12 @@ def test_forked_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     assert len(pids) == 2 and not [pid for pid in pids if Path("/proc", str(pid)).exists()]
 
 
-def wait_for_ever(folder: str) -> None:
+def wait_until_told(folder: str, how: str) -> None:
+    told = threading.Event()
+    if how == "finishes":
+        signal.signal(signal.SIGINT, lambda number, frame: told.set())
     Path(folder, str(os.getpid())).touch()
-    threading.Event().wait(120)
+    assert told.wait(200)
 
 
 def test_a_stopped_rank_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def check(results: list[Any], kind: str) -> None:
     assert all(not one["threads"] for one in others)
     speaking = [fault for fault in faults if fault.speaks]
     assert len(speaking) == 1
-    assert 0 <= speaking[0].noticed_s < (4.0 if kind == "died" else 20.0)  # machines that run tests are slow
+    assert 0 <= speaking[0].noticed_s < (10.0 if kind == "died" else 20.0)  # machines that run tests are slow
     reports = [Path(fault.path).read_text() for fault in faults]
     assert len({fault.path for fault in faults}) == len(faults)
     assert all(f"rank {CULPRIT}  is the culprit" in text for text in reports)

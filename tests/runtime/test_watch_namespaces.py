@@ -159,18 +159,18 @@ def report_of(told: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("culprit", FAR, ids=["that speaks for its host", "beside one that does"])
 def test_a_killed_rank_is_named_on_the_other_host(pair: Hosts, ranks: RankPool, tmp_path: Path, culprit: int) -> None:
-    caught = ranks.run(live, plan(pair, tmp_path, "kill", culprit), timeout=30, expect_dead={culprit})
+    caught = ranks.run(live, plan(pair, tmp_path, "kill", culprit), timeout=90, expect_dead={culprit})
     check_culprit(tmp_path, caught, "died", culprit, DEAD_S)
 
 
 def test_a_stopped_rank_is_named_as_stuck_on_the_other_host(pair: Hosts, ranks: RankPool, tmp_path: Path) -> None:
     culprit = FAR[0]
-    caught = ranks.run(live, plan(pair, tmp_path, "stop", culprit), timeout=30, expect_dead={culprit})
+    caught = ranks.run(live, plan(pair, tmp_path, "stop", culprit), timeout=90, expect_dead={culprit})
     check_culprit(tmp_path, caught, "stuck", culprit, OPTIONS.stuck_s)
 
 
 def test_a_stopped_rank_that_keeps_the_store_cuts_nobody_off(pair: Hosts, ranks: RankPool, tmp_path: Path) -> None:
-    caught = ranks.run(live, plan(pair, tmp_path, "stop", 0), timeout=30, expect_dead={0})
+    caught = ranks.run(live, plan(pair, tmp_path, "stop", 0), timeout=90, expect_dead={0})
     (told,) = faults_of(tmp_path, 1)
     assert (told["kind"], told["ranks"]) == ("stuck", [0])
     for rank in FAR:
@@ -197,7 +197,7 @@ def test_a_cut_cable_ends_all_ranks_and_no_rank_is_said_to_have_died(
 ) -> None:
     try:
         with pytest.raises(RankFailure) as failure:
-            ranks.run(live, plan(pair, tmp_path, "cut", FAR[0]), timeout=30, grace=20)
+            ranks.run(live, plan(pair, tmp_path, "cut", FAR[0]), timeout=90, grace=20)
     finally:
         subprocess.run(pair.command(1, ("ip", "link", "set", INTERFACE, "up")), check=True)
     # Whoever is first on its host ends itself, and so may the other, unless that gives it an error.

@@ -114,7 +114,7 @@ def test_what_a_sink_raises_is_raised_by_the_call() -> None:
 
 
 class Fifo:
-    """Writes into a FIFO that nobody reads, which is full after a page."""
+    """Writes into a FIFO that nobody reads, and that is full."""
 
     reader = -1
 
@@ -122,7 +122,7 @@ class Fifo:
         os.mkfifo(path)
         Fifo.reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         self.end = os.open(path, os.O_WRONLY)
-        fcntl.fcntl(self.end, fcntl.F_SETPIPE_SZ, 4096)
+        os.write(self.end, bytes(fcntl.fcntl(self.end, fcntl.F_SETPIPE_SZ, 4096)))
 
     def write(self, report: StepReport) -> None:
         os.write(self.end, bytes(3000))
@@ -171,8 +171,8 @@ def test_a_run_whose_tensorboard_is_a_fifo_that_nobody_reads_ends_with_all_else_
     assert [line.get("loss") for line in ours] == [line.get("loss") for line in theirs]
     assert ours[-1]["validation/loss"] == theirs[-1]["validation/loss"]
     found = list(read_lines(result.folder / FAULTS, FaultRecord))
-    assert [(one.step, one.kind, one.action) for one in found] == [(2, "error", "none"), (4, "error", "none")]
-    assert "tensorboard has not taken the report of step 2" in found[0].what
-    assert "tensorboard lacks 4 report(s), and is not closed" in found[1].what
+    assert [(one.step, one.kind, one.action) for one in found] == [(1, "error", "none"), (4, "error", "none")]
+    assert "tensorboard has not taken the report of step 1" in found[0].what
+    assert "tensorboard lacks 5 report(s), and is not closed" in found[1].what
     assert json.loads((result.folder / "result.json").read_text())["status"] == "finished"
     assert not (plain.folder / FAULTS).exists()

@@ -47,7 +47,7 @@ def casting(rank: int, world: int, _: None) -> str:
     case = Case()
     mesh = FoldedMesh(ParallelConfig(pp=2))
     parts = build(case, mesh)
-    runner = make_runner(parts, mesh, case.plan, case.schedule, Activations(HIDDEN, case.dtype), timeout_s=1)
+    runner = make_runner(parts, mesh, case.plan, case.schedule, Activations(HIDDEN, case.dtype), timeout_s=3)
     if rank == 0:
         parts[0].register_forward_hook(lambda module, args, output: output.float())
     with pytest.raises(MoeCommError) as caught:
@@ -92,7 +92,9 @@ def fail(rank: int, world: int, arg: tuple[str, str]) -> tuple[str, str]:
         Failing(case, plan.layers_of(stage), plan.is_first(stage), plan.is_last(stage))
         for stage in plan.stages_of(mesh.place["pp"])
     ]
-    runner = make_runner(parts, mesh, plan, schedule, Activations(HIDDEN, case.dtype), timeout_s=2)
+    # Others wait for what is stopped or has failed as long as this; a dead one they must notice before.
+    timeout_s = 40 if how == "die" else 4
+    runner = make_runner(parts, mesh, plan, schedule, Activations(HIDDEN, case.dtype), timeout_s=timeout_s)
     with pytest.raises(MoeCommError) as caught:
         runner.step(batches_of(case))
     if isinstance(caught.value, PeerError):  # and from then on

@@ -48,7 +48,7 @@ def test_a_killed_rank_is_in_the_folder_once_and_in_the_error(pool2: RankPool, t
     (folder,) = (tmp_path / "runs").iterdir()
     (record,) = read_lines(folder / FAULTS, FaultRecord)
     assert (record.kind, record.ranks, record.step, record.action, record.attempt) == ("died", [1], 3, "stop", 0)
-    assert 0 <= record.noticed_s < 4
+    assert 0 <= record.noticed_s < 10  # a second on a machine that does nothing else
     report = folder / "faults" / "rank-00000-step3.txt"
     assert str(report) in caught
     assert "rank 0  waits for rank 1 in " in report.read_text() or "rank 0  caught" in report.read_text()

@@ -1,8 +1,6 @@
 "use strict";
 // What each panel draws: from a run's data and the filters to traces and layout. Nothing here touches the page.
 
-const PALETTE = { light: ["#0072b2", "#d55e00", "#009e73", "#a6559b", "#9a7400", "#3a86b8", "#555555", "#c2410c"],
-                  dark: ["#56b4e9", "#ff9e4a", "#3ecf9e", "#e39ad0", "#f0e442", "#9ad1f5", "#bbbbbb", "#ff7b6b"] };
 // Idle, as loaded as the mean, busiest: the middle colour stands at the mean, wherever the scale ends.
 const LOAD_COLORS = { light: ["#0b3c7d", "#f3f1ea", "#b5470c", "#5c1200"], dark: ["#6fb1ff", "#222a33", "#ff8c2e", "#fff0c8"] };
 function loadScale(theme, top) {
@@ -15,11 +13,6 @@ const FLOW_SCALE = { light: [[0, "#eef3fb"], [0.5, "#5b9bd5"], [1, "#08306b"]],
                      dark: [[0, "#1c2633"], [0.5, "#3f7fbf"], [1, "#d7ecff"]] };
 const FEW = 8;
 
-// Plotly reads a little HTML in its texts; what comes from files is no HTML.
-const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
-const finite = (values) => values.filter((one) => one !== null && one !== undefined);
-const least = (values) => values.reduce((a, b) => Math.min(a, b), Infinity);
-const most = (values) => values.reduce((a, b) => Math.max(a, b), -Infinity);
 const mean = (values) => { const known = finite(values); return known.length ? known.reduce((a, b) => a + b, 0) / known.length : null; };
 function quantile(values, share) {
   const sorted = finite(values).sort((a, b) => a - b);

@@ -1,19 +1,6 @@
 "use strict";
 // Filters, colours, tables: what the reader can do. Charts are drawn again when any of it changes.
 
-const DATA = JSON.parse(document.getElementById("data").textContent);
-const at = (id) => document.getElementById(id);
-const CONFIG = { responsive: true, displayModeBar: false };
-const dark = window.matchMedia("(prefers-color-scheme: dark)");
-const state = { view: {}, slide: 0, slideText: "" };
-
-function option(select, value, label) {
-  const one = document.createElement("option");
-  one.value = value;
-  one.textContent = label;
-  select.append(one);
-}
-
 // "0-7, 12" as a test of ranks; null where it makes no sense.
 function ranksOf(text) {
   const parts = text.split(/[\s,]+/).filter(Boolean).map((part) => part.match(/^(\d{1,9})(?:-(\d{1,9}))?$/));
@@ -32,12 +19,7 @@ function readFilters() {
   state.asked = asked || (() => true);
   state.shown = (rank, of) => state.asked(rank) && (host === "all" || Number(host) === of);
   state.layer = at("layer").value === "all" ? "all" : Number(at("layer").value);
-  const chosen = at("theme").value;
-  state.theme = chosen === "system" ? (dark.matches ? "dark" : "light") : chosen;
-  state.colors = PALETTE[state.theme];
-  state.ink = state.theme === "dark" ? "#e6e9ee" : "#1b1f24";
-  document.documentElement.dataset.theme = state.theme;
-  document.querySelectorAll("[data-view]").forEach((select) => { state.view[select.dataset.view] = select.value; });
+  readLooks();
   if (asked === null) return "ranks: write numbers and ranges, such as 0-7, 12";
   if (state.from > state.to) return "no steps: the first is after the last";
   const count = run.ranks.rank.filter((rank, i) => state.shown(rank, run.ranks.host[i])).length;
@@ -72,65 +54,6 @@ function draw(only) {
   at("slowest").textContent = state.run.ranks.rank.length > 1 ? `Slowest: ${slowest(state)}` : "";
 }
 
-function drawOne(name, chart) {
-  const place = at(`chart-${name}`), empty = at(`empty-${name}`);
-  const { traces, layout = {} } = chart({ runs: DATA.runs, state });
-  empty.hidden = traces.length > 0;
-  place.hidden = !traces.length;
-  if (!traces.length) { Plotly.purge(place); place.traces = []; describe(name); return; }
-  const { tall = 0, ...own } = layout, grid = state.theme === "dark" ? "#38414c" : "#dfe3e8";
-  const axis = { gridcolor: grid, zerolinecolor: grid, linecolor: grid };
-  place.traces = traces;
-  Plotly.react(place, traces, { height: Math.min(Math.max(300, 120 + 5 * tall), 640), margin: { l: 62, r: 14, t: 12, b: 46 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    font: { color: state.ink, size: 12 }, colorway: state.colors, legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 }, hoverlabel: { align: "left" }, showlegend: false,
-    ...own, xaxis: { ...axis, ...own.xaxis }, yaxis: { ...axis, ...own.yaxis } }, CONFIG);
-  describe(name);
-}
-
-// For those who do not see the chart: what it has, in its label and as a table.
-function describe(name) {
-  const place = at(`chart-${name}`), traces = place.traces, title = at(`title-${name}`).textContent;
-  const numbers = traces.flatMap((one) => finite((one.z ? one.z.flat() : one.type === "bar" && one.orientation === "h" ? one.x : one.y) || [])).filter(Number.isFinite);
-  const range = numbers.length ? `, from ${least(numbers).toPrecision(4)} to ${most(numbers).toPrecision(4)}` : "";
-  place.setAttribute("aria-label", `${title}: ${traces.filter((one) => one.name !== undefined || one.z).length} series${range}`);
-  const details = at(`table-${name}`);
-  if (details.open) fillTable(details, traces);
-}
-
-function fillTable(details, traces) {
-  const rows = [];
-  const MOST = 200;
-  for (const one of traces) {
-    if (one.hoverinfo === "skip" || rows.length >= MOST) continue;
-    if (one.z) one.z.forEach((row, i) => rows.length < MOST && rows.push([String(one.y[i]), row.map((cell) => (cell === null ? "" : cell.toPrecision(3))).slice(0, 64).join(" ")]));
-    else (one.x || []).forEach((x, i) => rows.length < MOST && rows.push([`${one.name || ""} ${one.orientation === "h" ? one.y[i] : typeof x === "number" ? Number(x.toPrecision(6)) : x}`, String(one.orientation === "h" ? x : one.y[i])]));
-  }
-  const table = document.createElement("table");
-  for (const cells of rows) {
-    const row = table.insertRow();
-    cells.forEach((cell) => { row.insertCell().textContent = new DOMParser().parseFromString(cell, "text/html").documentElement.textContent; });
-  }
-  details.querySelector(".scroll").replaceChildren(table);
-}
-
-function shownNumber(value, unit) {
-  if (value === null || value === undefined) return "–";
-  const scaled = unit === "%" ? value * 100 : value;
-  const said = Number.isInteger(scaled) ? scaled.toLocaleString("en") : Number(scaled.toPrecision(4)).toLocaleString("en", { maximumFractionDigits: 6 });
-  return `${said}${unit === "%" ? "%" : unit ? " " + unit : ""}`;
-}
-
-function tiles() {
-  const list = at("tiles");
-  for (const one of DATA.runs[0].summary) {
-    const tile = document.createElement("div"), name = document.createElement("dt"), value = document.createElement("dd");
-    name.textContent = one.name;
-    value.textContent = shownNumber(one.value, one.unit);
-    tile.append(name, value);
-    list.append(tile);
-  }
-}
-
 function differences() {
   const table = at("differences"), [first, second] = DATA.runs;
   const head = table.createTHead().insertRow();
@@ -161,23 +84,16 @@ function start() {
   DATA.runs.forEach((run, i) => option(at("run"), String(i), run.name));
   at("run-label").hidden = DATA.runs.length < 2;
   at("ranks").closest("form").addEventListener("submit", (event) => event.preventDefault());
-  try { at("theme").value = localStorage.getItem("moe-comm theme") || "system"; } catch { /* a page without storage */ }
-  if (!at("theme").value) at("theme").value = "system";
+  recallTheme();
   fillForRun();
-  if (DATA.runs.length > 1) differences(); else tiles();
+  if (DATA.runs.length > 1) differences(); else tiles(DATA.runs[0].summary);
   document.querySelectorAll("[data-view]").forEach((select) => select.addEventListener("change", () => draw(select.dataset.view)));
   at("run").addEventListener("change", () => { fillForRun(); draw(); });
   for (const id of ["from", "to", "host", "ranks", "layer"]) at(id).addEventListener("change", () => draw());
   at("slide").addEventListener("input", () => draw("experts"));
-  at("theme").addEventListener("change", () => {
-    try { localStorage.setItem("moe-comm theme", at("theme").value); } catch { /* as above */ }
-    draw();
-  });
-  dark.addEventListener("change", () => draw());
+  onTheme(() => draw());
   at("filters").addEventListener("reset", () => setTimeout(() => { at("run").value = "0"; fillForRun(); draw(); }));
-  document.querySelectorAll("details[id^=table-]").forEach((details) => details.addEventListener("toggle", () => {
-    if (details.open) fillTable(details, at(details.id.replace("table", "chart")).traces || []);
-  }));
+  fillOpened();
   draw();
   document.documentElement.dataset.ready = "yes";
 }

@@ -10,7 +10,7 @@ import base64
 import hashlib
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from string import Template
@@ -104,22 +104,32 @@ def render(runs: Sequence[dict[str, Any]]) -> str:
     Raises:
         MissingDependency: plotly is not installed.
     """
-    scripts = {"plotly": plotly_script(), "charts": _asset("charts.js"), "page": _asset("page.js")}
-    hashes = " ".join(f"'sha256-{_digest(script)}'" for script in scripts.values())
-    policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:"
     names = " and ".join(str(run["name"]) for run in runs)
-    return Template(_asset("page.html")).substitute(
-        scripts,
-        policy=policy,
+    return document(
+        _asset("page.html"),
+        {"charts": _asset("charts.js"), "page": _asset("page.js")},
         title=html.escape(f"{names} – moe-comm"),  # noqa: RUF001
         heading=html.escape(names),
         about=html.escape(
             "; ".join(_about(run) for run in runs) + ". Drag over a chart to zoom, double-click to go back."
         ),
-        style=_asset("page.css"),
         sections=_sections(runs),
         data=embedded({"runs": list(runs)}),
     )
+
+
+def document(template: str, scripts: Mapping[str, str], **said: str) -> str:
+    """A page of charts: ``template`` with ``said``, Plotly, what pages have in common, and ``scripts`` by name.
+
+    Its policy lets no other script run. The template has $policy, $style, $plotly and $draw beside the names given.
+
+    Raises:
+        MissingDependency: plotly is not installed.
+    """
+    scripts = {"plotly": plotly_script(), "draw": _asset("draw.js"), **scripts}
+    hashes = " ".join(f"'sha256-{_digest(script)}'" for script in scripts.values())
+    policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:"
+    return Template(template).substitute(scripts, policy=policy, style=_asset("page.css"), **said)
 
 
 def plotly_script() -> str:
@@ -153,16 +163,16 @@ def _about(run: dict[str, Any]) -> str:
 def _sections(runs: Sequence[dict[str, Any]]) -> str:
     if len(runs) > 1:
         caption = '<table id="differences" aria-labelledby="title-summary"></table>'
-        head = _block("summary", "Differences", caption, wide=True)
+        head = block("summary", "Differences", caption, wide=True)
     else:
-        head = _block("summary", "In short", '<dl class="tiles" id="tiles"></dl>' + _timeline_text(runs[0]), wide=True)
-    parts = [head, *(_panel(panel, len(runs)) for panel in PANELS)]
+        head = block("summary", "In short", '<dl class="tiles" id="tiles"></dl>' + _timeline_text(runs[0]), wide=True)
+    parts = [head, *(panel_section(panel, len(runs)) for panel in PANELS)]
     notes = [(run["name"], note) for run in runs for note in run["notes"]]
     if notes:
         items = "".join(
             f"<li>{html.escape(f'{name}: {note}' if len(runs) > 1 else str(note))}</li>" for name, note in notes
         )
-        parts.append(_block("notes", "What is missing", f'<ul class="notes" id="notes">{items}</ul>', wide=True))
+        parts.append(block("notes", "What is missing", f'<ul class="notes" id="notes">{items}</ul>', wide=True))
     return "\n".join(parts)
 
 
@@ -175,14 +185,16 @@ def _timeline_text(run: dict[str, Any]) -> str:
     )
 
 
-def _block(name: str, title: str, body: str, wide: bool) -> str:
+def block(name: str, title: str, body: str, wide: bool) -> str:
+    """A titled part of a page; ``body`` is HTML."""
     return (
         f'<section id="panel-{name}" aria-labelledby="title-{name}"{" class=wide" if wide else ""}>'
         f'<h2 id="title-{name}">{title}</h2>{body}</section>'
     )
 
 
-def _panel(panel: Panel, runs: int) -> str:
+def panel_section(panel: Panel, runs: int = 1) -> str:
+    """The place of a chart, with its controls and its table. runs: that the page is about."""
     controls = ""
     if panel.views and (panel.name != "split" or runs > 1):
         options = "".join(f'<option value="{value}">{label}</option>' for value, label in panel.views)
@@ -194,7 +206,7 @@ def _panel(panel: Panel, runs: int) -> str:
         )
     below = '<p class="hint" id="slowest"></p>' if panel.name == "stragglers" else ""
     hint = f'<p class="hint">{panel.hint}</p>' if panel.hint else ""
-    return _block(
+    return block(
         panel.name,
         panel.title,
         f'{hint}<div class="controls">{controls}</div>'

@@ -256,7 +256,6 @@ def _absent(rank: int, world: int, arg: tuple[str, bool]) -> str:
     case = CASES["balanced"]
     mine = {name: values[rank] for name, values in _whole(case, torch.float32).items()}
     group = dist.new_group()
-    configure_collectives(CollectiveOptions(timeout_s=1.0))
     try:
         dispatcher = AllToAllDispatcher(case.placement, group, rank)
         channel_of(group)
@@ -264,6 +263,7 @@ def _absent(rank: int, world: int, arg: tuple[str, bool]) -> str:
         h, passage = dispatch_matmul(dispatcher, mine["x"], mine["ids"], mine["w1"], tiling)
         matmul_combine(h, mine["w2"], mine["weights"], passage)  # memory has its size
         passage.begin("combine")
+        configure_collectives(CollectiveOptions(timeout_s=2.0))  # from now on: setting up may take long
         said = ""
         if rank != 2:
             call = {

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from moe_comm.train.corpus.packing import IGNORE, BestFit, Contiguous, Packing, RandomWindows, View, read_row
 from tests.train.corpus.common import token_file
 
-EXAMPLES = settings(
-    max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 LENGTHS = st.lists(st.integers(1, 14), min_size=1, max_size=12)
 
 

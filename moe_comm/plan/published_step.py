@@ -1,0 +1,84 @@
+"""Seconds of a published training step, for ``moe_comm.plan.validate``.
+
+What a source does not tell is taken as its authors would have chosen it: of all degrees that are free, micro-batches,
+virtual stages and ways to recompute, the fastest that fits an accelerator. Memory is that of trainers that give weights
+back after each pass of "fsdp" and cut shared experts by tp (Megatron, PyTorch's FSDP).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import get_args
+
+from moe_comm.errors import ConfigError
+from moe_comm.plan.fit import fits
+from moe_comm.plan.hardware_table import cluster_named
+from moe_comm.plan.mapping import Mapping, Place, Recompute
+from moe_comm.plan.memory import Policy, memory
+from moe_comm.plan.model import ModelShape
+from moe_comm.plan.model_file import model_named
+from moe_comm.plan.operators import Load
+from moe_comm.plan.published import StepCase
+from moe_comm.plan.step import StepModel
+from moe_comm.plan.validate import OutOfMemory
+
+POLICY = Policy(cut_shared=True, reshard=True)
+MICRO_BATCHES = (1, 2, 4)
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+"""The least first."""
+
+
+def predict_step(case: StepCase) -> float | OutOfMemory:
+    """Seconds of the step that ``case`` describes, or what the mapping that comes nearest to fitting lacks.
+
+    Raises:
+        ConfigError: no mapping of the case can run, whatever the memory.
+    """
+    chosen = choice(case)
+    return chosen if isinstance(chosen, OutOfMemory) else chosen[1]
+
+
+def choice(case: StepCase) -> tuple[Mapping, float] | OutOfMemory:
+    """The mapping that is taken for ``case`` and its seconds. Raises as ``predict_step`` does."""
+    shape, cluster = model_named(case.model), cluster_named(case.machine, case.gpus)
+    best: tuple[Mapping, float] | None = None
+    missing: list[int] = []
+    load = Load.assumed(case.seq_len, case.dtype, case.capacity)
+    for mapping in _mappings(case, shape):
+        for recompute in RECOMPUTE:
+            tried = replace(mapping, recompute=recompute)
+            try:
+                fit = fits(memory(shape, tried, load, case.global_batch, POLICY), cluster.accelerator)
+                model = StepModel(shape, Place(tried, cluster), load, case.global_batch)
+            except ConfigError:  # degrees, layers or a batch that cannot be cut so
+                break
+            missing.append(fit.missing)
+            if fit:  # to do more again takes longer
+                seconds = model.predict().seconds
+                best = (tried, seconds) if best is None or seconds < best[1] else best
+                break
+    if best is None and not missing:
+        raise ConfigError(f"{case.model} on {case.gpus} {case.machine}: no mapping {case.mapping!r} can run")
+    return OutOfMemory(min(missing)) if best is None else best
+
+
+def _mappings(case: StepCase, shape: ModelShape) -> Iterator[Mapping]:
+    """All that the source leaves open but recomputing."""
+    for degrees in product(*(_degrees(axis, case, shape) for axis in case.free)):
+        text = ",".join(filter(None, [case.mapping, *map("{}={}".format, case.free, degrees)]))
+        try:
+            first = Mapping.parse(text, case.gpus, coupled=case.coupled, sharding=case.sharding, overlap=case.overlap)
+        except ConfigError:
+            continue
+        layers = shape.layers // first.parallel.pp
+        virtual = [v for v in range(1, layers + 1) if not layers % v] if first.parallel.pp > 1 else [1]
+        for vpp, micro_batch in product(virtual, MICRO_BATCHES):
+            yield replace(first, virtual=vpp, micro_batch=micro_batch)
+
+
+def _degrees(axis: str, case: StepCase, shape: ModelShape) -> list[int]:
+    """Powers of two that can be tried; tensor parallelism stays on a host, as a rule."""
+    most = {"tp": 8, "etp": 8, "ep": shape.experts}.get(axis, case.gpus)
+    return [1 << power for power in range(most.bit_length()) if 1 << power <= min(most, case.gpus)]

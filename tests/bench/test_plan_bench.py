@@ -1,0 +1,116 @@
+"""``bench plan``: steps that are really measured, and the arithmetic of errors and regrets."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_comm.bench import plan_bench
+from moe_comm.bench.plan_bench import imbalance, main, predict
+from moe_comm.bench.plan_ranks import Measured, measure
+from moe_comm.bench.plan_settings import CASES, Case, PlanBench
+from moe_comm.errors import ConfigError
+from moe_comm.plan.collectives import Link
+from moe_comm.plan.hardware import Accelerator, Cluster, Tile
+
+TINY = PlanBench(
+    hidden=32,
+    layers=2,
+    heads=2,
+    kv_heads=2,
+    experts=4,
+    top_k=2,
+    ffn=32,
+    vocab=300,
+    seq_len=16,
+    batch=4,
+    warmup=1,
+    steps=2,
+    cases=(Case(2, "dp=2,ep=2", 2), Case(2, "pp=2,ep=1", 1)),
+)
+CORE = Accelerator("core", {"fp32": 60e9}, {"fp32": 1.0}, 4 << 30, 20e9, 1, (Tile(8, 8),))
+MEMORY = Link("memory", 2e9, 1e-5, 1.0)
+
+
+def cluster(ranks: int) -> Cluster:
+    return Cluster(CORE, ranks, ranks, MEMORY, MEMORY)
+
+
+def test_mappings_that_take_turns_train_the_same_model(tmp_path: Path) -> None:
+    folded, piped = measure(TINY, TINY.cases, tmp_path)
+    assert len(folded.losses) == len(piped.losses) == TINY.warmup + TINY.steps
+    assert folded.losses == pytest.approx(piped.losses, rel=1e-3)  # auxiliary losses are over a micro-batch
+    assert [sum(layer) for layer in folded.loads] == [TINY.tokens * TINY.top_k] * TINY.layers
+    for one in (folded, piped):
+        assert 0 < one.fastest <= one.seconds and one.processor > 0 and one.communication >= 0
+
+
+def test_imbalance_is_what_the_busiest_rank_has_over_the_mean() -> None:
+    assert imbalance([[1, 1, 1, 1]], 2) == 1.0
+    assert imbalance([[3, 3, 1, 1]], 2) == pytest.approx(1.5)
+    assert imbalance([[3, 3, 1, 1], [1, 3, 3, 1]], 2) == pytest.approx((1.5 + 1.0) / 2)
+    assert imbalance([[4, 0, 0, 0]], 4) == 4.0
+    assert imbalance([[3, 1]], 1) == 1.0
+    assert imbalance([], 2) == 1.0
+
+
+def test_routing_counts_in_a_prediction_only_where_experts_are_spread() -> None:
+    even, uneven = [[256] * 8] * 4, [[1024, 1024, 0, 0, 0, 0, 0, 0]] * 4
+    whole, spread = Case(2, "dp=2,ep=1"), Case(2, "dp=2,ep=2")
+    bench = PlanBench()
+    assert predict(bench, whole, cluster(2), uneven).seconds == predict(bench, whole, cluster(2), even).seconds
+    assert predict(bench, spread, cluster(2), uneven).seconds > 1.2 * predict(bench, spread, cluster(2), even).seconds
+
+
+def test_every_mapping_of_the_benchmark_suits_its_model_and_batch() -> None:
+    bench = PlanBench()
+    for case in CASES:
+        assert predict(bench, case, replace(cluster(case.ranks), host_size=case.ranks // case.hosts), []).seconds > 0
+        assert f"parallel.pp={case.parsed().parallel.pp}" in bench.overrides(case)
+    assert {case.ranks for case in CASES} == {2, 4, 8} and any(case.hosts > 1 for case in CASES)
+
+
+def test_errors_and_regret_are_those_of_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = {"dp2 ep2 mb2": 0.5, "pp2 mb1": 0.4}
+    predicted = {"dp2 ep2 mb2": 0.3, "pp2 mb1": 0.5}
+
+    def steps(bench: PlanBench, cases: Any, folder: Path) -> list[Measured]:
+        return [Measured(measured[str(case)], 0.1, (1.0,), ((1, 1, 1, 1),), 0.0, 0.1) for case in cases]
+
+    def on_paper(bench: PlanBench, case: Case, where: Cluster, slots: Any) -> Any:
+        return replace(predict(bench, case, where, slots), seconds=predicted[str(case)])
+
+    monkeypatch.setattr(plan_bench, "measure", steps)
+    monkeypatch.setattr(plan_bench, "calibrated", lambda bench, ranks, hosts, host: cluster(ranks))
+    monkeypatch.setattr(plan_bench, "predict", on_paper)
+    main(TINY, str(tmp_path / "plan.json"))
+    found = json.loads((tmp_path / "plan.json").read_text())
+    (group,) = found["groups"]
+    assert [row["mapping"] for row in group["mappings"]] == ["pp2 mb1", "dp2 ep2 mb2"]
+    assert [row["error"] for row in group["mappings"]] == pytest.approx([0.25, -0.4])
+    assert (group["best"], group["pick"]) == ("pp2 mb1", "dp2 ep2 mb2")
+    assert group["regret"] == pytest.approx(0.25) == found["worst_regret"]
+    assert found["median_error"] == pytest.approx(0.325) and found["worst_error"] == pytest.approx(0.4)
+    assert (found["within"], found["mappings"]) == (0, 2)
+    shown = capsys.readouterr().out
+    assert "picks dp2 ep2 mb2: 25.0% above the best" in shown and "+25.0%" in shown
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Case(3, "dp=3,ep=3", hosts=2), "cannot be spread evenly over 2 hosts"),
+        (lambda: Case(2, "tp=4"), "4"),
+        (lambda: PlanBench(steps=0), "steps must be larger"),
+        (lambda: PlanBench(cases=()), "no mapping"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(make: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make()

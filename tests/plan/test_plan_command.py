@@ -1,0 +1,383 @@
+"""`moe-comm plan`: what it prints, the JSON that it writes, and how it refuses what cannot be planned."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_comm import cli
+from moe_comm.plan.operators import DROPLESS
+
+ASKED = {
+    "--model": "mixtral-8x22b",
+    "--gpus": "128",
+    "--hardware": "h100",
+    "--seq-len": "4096",
+    "--global-batch": "256",
+}
+MAPPING = {"--mapping": "tp=2,cp=1,pp=8,vpp=1,ep=8,etp=1"}
+KEYS = {"mapping", "step_s", "tokens_per_s", "mfu", "memory_gb", "bytes", "breakdown", "fits", "would_fit"}
+
+
+def words(*flags: str, **changed: str | None) -> list[str]:
+    """The command with options of ``ASKED`` and those that differ: _ stands for -, None leaves one out."""
+    options: dict[str, str | None] = {**ASKED, **{"--" + name.replace("_", "-"): one for name, one in changed.items()}}
+    return ["plan", *(word for name, one in options.items() if one is not None for word in (name, one)), *flags]
+
+
+def error_line(capsys: pytest.CaptureFixture[str]) -> str:
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("moe-comm: error: "), lines
+    assert not captured.out
+    return lines[0].removeprefix("moe-comm: error: ")
+
+
+def answered(capsys: pytest.CaptureFixture[str], *arguments: str, **changed: str | None) -> dict[str, Any]:
+    """The JSON object of standard output, which must hold nothing else."""
+    assert cli.run(words("--json", "-", *arguments, **changed)) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"model": "mixtral-8x23b"}, "did you mean 'mixtral-8x22b'?"),
+        ({"model": "no/such/config.json"}, "no/such/config.json: No such file"),
+        ({"hardware": "h1000"}, "no hardware named 'h1000': expected a100, h100"),
+        ({"hardware": "no/such.json"}, "no/such.json: cannot read the description of hardware"),
+        ({"gpus": "100", "mapping": "tp=2,pp=8,ep=8"}, "tp * cp * pp = 2 * 1 * 8 = 16 must divide the 100 ranks"),
+        ({"gpus": "0"}, "--gpus"),
+        ({"gpus": "many"}, "--gpus"),
+        ({"gpus": "1000000000000000000000"}, "--gpus"),
+        ({"global_batch": "4", "mapping": "tp=2,pp=8,ep=8"}, "a batch of 4 sequences cannot be cut"),
+        ({"global_batch": "8", "mapping": "tp=2,pp=8,ep=8"}, "needs at least 8 micro-batches"),
+        ({"mapping": "tp=2,xp=8"}, "a mapping is like tp=2,pp=8,ep=8 with keys tp, cp"),
+        ({"mapping": "tp=two"}, "got 'tp=two'"),
+        ({"mapping": "tp=2,tp=4"}, "tp is given twice"),
+        ({"mapping": "ep=16"}, "ep is more than there are experts"),
+        ({"mapping": "tp=32"}, "heads cannot be dealt"),
+        ({"mapping": "ep=3"}, "etp * ep = 1 * 3"),
+        ({"mapping": "tp=2,ep=8", "top": "5"}, "--top is for a search"),
+        ({"mapping": "tp=2,ep=8", "slow": "3"}, "a slow rank is RANK=FACTOR"),
+        ({"mapping": "tp=2,ep=8", "slow": "128=2"}, "a slow rank must be one from 0 to 127; got 128"),
+        ({"mapping": "tp=2,ep=8", "slow": "3=0"}, "above 0"),
+        ({"ranks": "2"}, "--ranks is for --calibrate"),
+        ({"seq_len": "0"}, "--seq-len"),
+        ({"capacity_factor": "nan"}, "--capacity-factor must be a finite number above 0; got nan"),
+        ({"capacity_factor": "0"}, "--capacity-factor must be a finite number above 0; got 0.0"),
+        ({"imbalance": "inf"}, "--imbalance must be a finite number above 0; got inf"),
+        ({"imbalance": "0.5"}, "imbalance is at least 1"),
+        ({"hardware": "a100", "dtype": "fp8", "mapping": "tp=2,ep=8"}, "has no products in 'fp8'"),
+        ({"dtype": "int8"}, "--dtype"),
+        ({"overlap": "some"}, "--overlap"),
+        ({"model": None}, "missing option --model"),
+        ({"gpus": None}, "missing option --gpus"),
+        ({"hardware": None}, "missing option --hardware"),
+        ({"seq_len": None}, "missing option --seq-len"),
+        ({"global_batch": None}, "missing option --global-batch"),
+        ({"hardware_file": "mine.json"}, "--hardware-file is of this-machine"),
+        ({"json": "/"}, "Is a directory"),
+    ],
+    ids=str,
+)
+def test_a_wrong_question_is_one_line_and_exit_code_2(
+    changed: dict[str, str | None], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(words(**changed)) == 2
+    assert told in error_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "is not a valid JSON file"),
+        ("[]", "is not a valid JSON file"),
+        ('{"model_type": "mixtral"}', "key 'num_hidden_layers' is missing"),
+        ('{"model_type": "mixtral", "num_hidden_layers": "many"}', "num_hidden_layers must be a whole number"),
+    ],
+)
+def test_a_malformed_model_is_told_by_its_file(
+    text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert cli.run(words(model=str(tmp_path))) == 2
+    line = error_line(capsys)
+    assert told in line and "config.json" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--validate", "--calibrate"], "--validate does not go with --calibrate"),
+        (["--validate", "--gpus", "8"], "--validate does not go with --gpus"),
+        (["--validate", "--mapping", "tp=2"], "--validate does not go with --mapping"),
+        (["--calibrate", "--model", "olmoe-1b-7b"], "--calibrate does not go with --model"),
+        (["--validate", "--ranks", "2"], "--ranks is for --calibrate"),
+    ],
+)
+def test_modes_exclude_each_other(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["plan", *arguments]) == 2
+    assert told in error_line(capsys)
+
+
+def test_slow_ranks_are_replayed_with_the_mapping(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answered(capsys, "--slow", "3=1.5", "--slow", "70=1.2", mapping=MAPPING["--mapping"])
+    assert found["slow"]["slowdown"] == pytest.approx(found["slow"]["step_s"] / found["step_s"])
+    assert 1.05 < found["slow"]["slowdown"] < 1.5
+    assert cli.run(words("--slow", "3=1", mapping=MAPPING["--mapping"])) == 0
+    assert "with 3=1: " in capsys.readouterr().out
+
+
+def test_what_is_not_measured_is_assumed_alike_by_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answered(capsys, mapping=MAPPING["--mapping"])
+    assert found["load"]["imbalance"] == DROPLESS
+    found = answered(capsys, mapping=MAPPING["--mapping"], capacity_factor="1")
+    assert found["load"]["imbalance"] == 1.0
+    found = answered(capsys, mapping=MAPPING["--mapping"], imbalance="1.1")
+    assert found["load"]["imbalance"] == 1.1
+
+
+def test_a_mapping_is_answered_with_all_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answered(capsys, mapping=MAPPING["--mapping"])
+    assert found.keys() >= KEYS and "candidates" not in found
+    mapping = found["mapping"]
+    assert [mapping[key] for key in ("tp", "cp", "dp", "pp", "vpp", "ep", "etp", "edp")] == [2, 1, 8, 8, 1, 8, 1, 2]
+    assert mapping["micro_batch"] * mapping["micro_batches"] * mapping["dp"] == 256
+    assert found["fits"] is True and found["would_fit"] == [] and found["memory"]["missing_gb"] == 0
+    assert sum(found["breakdown"].values()) == pytest.approx(found["step_s"], rel=1e-9)
+    assert found["tokens_per_s"] == pytest.approx(256 * 4096 / found["step_s"])
+    assert 0.3 < found["mfu"] < 0.7
+    memory = found["memory"]
+    terms = sum(memory[f"{name}_gb"] for name in ("weights", "gradients", "optimizer", "activations", "buffers"))
+    assert found["memory_gb"] == pytest.approx(terms) and found["memory_gb"] < memory["available_gb"]
+    assert set(found["bytes"]) == {"inside", "between", "across"} and found["bytes"]["inside"]["dispatch"] > 0
+    assert 0 < found["bubble_share"] < 1 and 0 < found["exposed_share"] < 1
+
+
+def test_what_a_mapping_leaves_open_is_the_fastest_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    free = answered(capsys, mapping=MAPPING["--mapping"])
+    same = {key: free["mapping"][key] for key in ("micro_batch", "recompute")}
+    for changed in ({"micro_batch": "2"}, {"recompute": "full"}, {"micro_batch": "4", "recompute": "selective"}):
+        other = answered(capsys, mapping=MAPPING["--mapping"], **changed)
+        assert str(other["mapping"][next(iter(changed))]) == next(iter(changed.values()))
+        assert other["step_s"] >= free["step_s"] or not other["fits"], same
+
+
+def test_the_degrees_that_are_told_are_read_again(capsys: pytest.CaptureFixture[str]) -> None:
+    first = answered(capsys, mapping="tp=2,pp=8,ep=4,etp=2")
+    assert answered(capsys, mapping=first["mapping"]["option"])["step_s"] == first["step_s"]
+
+
+def test_coupled_experts_lie_inside_data_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answered(capsys, "--coupled", mapping="tp=2,pp=8,ep=4")
+    assert (found["mapping"]["etp"], found["mapping"]["edp"]) == (2, 2)
+    assert cli.run(words("--coupled", mapping="tp=2,pp=8,ep=4,etp=1")) == 2
+    assert "without folding etp is tp" in error_line(capsys)
+
+
+def test_a_mapping_that_does_not_fit_is_predicted_and_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    changed = {"mapping": "tp=1,pp=8,ep=8", "micro_batch": "2", "recompute": "none"}
+    found = answered(capsys, **changed)
+    assert found["fits"] is False and found["step_s"] > 0
+    missing = found["memory_gb"] - found["memory"]["available_gb"]
+    assert found["memory"]["missing_gb"] == pytest.approx(missing) and missing > 0
+    assert found["would_fit"]
+    for change in found["would_fit"]:
+        assert change["change"] and change["memory_gb"] <= found["memory"]["available_gb"]
+    assert cli.run(words(**changed)) == 0
+    shown = capsys.readouterr().out
+    assert "does not fit" in shown and f"would fit with {found['would_fit'][0]['change']}" in shown
+
+
+def test_a_mapping_is_printed_with_time_memory_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(words(mapping=MAPPING["--mapping"])) == 0
+    shown = capsys.readouterr().out
+    for told in ("mixtral-8x22b (140.6 B parameters", "128 h100", "experts etp 1, ep 8, edp 2", "MFU", "products"):
+        assert told in shown
+    assert "dispatch" in shown and "between hosts" in shown
+
+
+def test_json_goes_to_a_file_and_the_text_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "made" / "out.json"
+    assert cli.run(words(mapping=MAPPING["--mapping"], json=str(out))) == 0
+    assert "MFU" in capsys.readouterr().out
+    assert json.loads(out.read_text()).keys() >= KEYS
+
+
+def test_hosts_of_another_size_change_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
+    usual, small = (answered(capsys, mapping="tp=2,pp=8,ep=8", host_size=size) for size in (None, "4"))
+    assert small["hardware"]["host_size"] == 4 and small["bytes"]["between"]["dispatch"] > 0
+    assert "dispatch" not in usual["bytes"]["between"] and small["step_s"] > usual["step_s"]
+
+
+def test_uneven_routing_takes_longer_and_a_capacity_caps_it(capsys: pytest.CaptureFixture[str]) -> None:
+    fixed = {"mapping": "tp=2,pp=8,ep=8,vpp=1", "micro_batch": "1"}
+    even, uneven, capped = (
+        answered(capsys, **fixed, **more)["step_s"]
+        for more in ({"capacity_factor": "1"}, {"imbalance": "1.5"}, {"imbalance": "1.5", "capacity_factor": "1"})
+    )
+    assert capped == pytest.approx(even) and uneven > even
+
+
+SMALL = {"model": "olmoe-1b-7b", "gpus": "8", "global_batch": "64"}
+
+
+@pytest.fixture(scope="module")
+def searched() -> Any:
+    """The JSON and the text of one small search."""
+    from typer.testing import CliRunner
+
+    done = CliRunner().invoke(cli.app, words("--json", "-", **SMALL))
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout), done.stderr
+
+
+def test_a_search_tells_its_ten_best_and_what_they_lose(searched: tuple[dict[str, Any], str]) -> None:
+    found, shown = searched
+    best = found["candidates"]
+    assert len(best) == 10 and best[0]["mapping"] == found["mapping"] and found.keys() >= KEYS
+    assert [one["step_s"] for one in best] == sorted(one["step_s"] for one in best)
+    assert all(one["fits"] for one in best)
+    assert best[0]["why_slower"] is None and all(isinstance(one["why_slower"], str) for one in best[1:])
+    assert len({json.dumps(one["mapping"]) for one in best}) == 10
+    search = found["search"]
+    assert search["tried"] == search["replayed"] + sum(search["pruned"].values()) and search["complete"]
+    for name in (
+        "mapping",
+        "step s",
+        "tokens/s",
+        "MFU",
+        "GB",
+        "bubble",
+        "exposed",
+        "why it loses",
+        "mappings tried in",
+    ):
+        assert name in shown
+
+
+def test_on_a_narrow_terminal_reasons_stand_below_the_table() -> None:
+    from rich.console import Console
+
+    from moe_comm.cli.plan_text import search_parts
+    from moe_comm.plan.hardware_table import cluster_named
+    from moe_comm.plan.model_file import model_named
+    from moe_comm.plan.operators import Load
+    from moe_comm.plan.question import Question
+    from moe_comm.plan.search import search
+    from moe_comm.plan.space import Space
+
+    question = Question(model_named("olmoe-1b-7b"), cluster_named("h100", 8), Load(4096), 64)
+    found = search(question, Space.of(micro_batch=1, recompute="none", sharding="zero1"), keep=3)
+    console = Console(width=80, file=io.StringIO(), record=True)
+    for part in search_parts(question, found, 80):
+        console.print(part)
+    lines = console.export_text().splitlines()
+    assert "why it loses" not in " ".join(lines) and all(len(line) <= 80 for line in lines)
+    assert [line[:5].strip() for line in lines if line.startswith((" 2  +", " 3  +"))] == ["2  +", "3  +"], lines
+
+
+def test_a_search_finds_what_its_winner_is_predicted_to_take(
+    searched: tuple[dict[str, Any], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = searched[0]["mapping"]
+    fixed = {key: str(best[key]) for key in ("micro_batch", "recompute", "sharding", "overlap")}
+    again = answered(capsys, mapping=best["option"], **fixed, **SMALL)
+    assert again["step_s"] == pytest.approx(searched[0]["step_s"], rel=1e-12) and again["mapping"] == best
+
+
+def test_a_search_keeps_to_what_is_fixed(capsys: pytest.CaptureFixture[str]) -> None:
+    fixed = {"micro_batch": "2", "recompute": "full", "sharding": "fsdp", "overlap": "inter"}
+    found = answered(capsys, "--coupled", top="3", **fixed, **SMALL)
+    assert len(found["candidates"]) == 3
+    for one in found["candidates"]:
+        assert {key: str(one["mapping"][key]) for key in fixed} == fixed
+        assert one["mapping"]["etp"] == one["mapping"]["tp"]
+
+
+def test_a_search_that_nothing_fits_ends_with_1_and_says_what_would(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+    asked = {"gpus": "8", "global_batch": "8", "json": str(out)}
+    assert cli.run(words(**asked)) == 1
+    line = error_line(capsys)
+    assert "mappings of mixtral-8x22b fits 8 h100" in line and "GiB too much" in line
+    found = json.loads(out.read_text())
+    assert found.keys() >= KEYS and found["fits"] is False and found["candidates"] == []
+    enough = found["search"]["gpus_that_fit"]  # None where there was no time to find out
+    assert enough is None or (enough > 8 and f"fits {enough:,} of them" in line)
+
+
+def test_a_search_that_nothing_can_run_for_is_a_wrong_question(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(words(model="olmoe-1b-7b", gpus="17", global_batch="3")) == 2
+    assert "no mapping of olmoe-1b-7b can run on 17 accelerators" in error_line(capsys)
+
+
+def test_the_winner_is_a_configuration_that_train_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = pytest.importorskip("moe_comm.train.config")
+    out = tmp_path / "out.toml"
+    found = answered(capsys, config=str(out), mapping="tp=2,pp=2,ep=2", **SMALL)
+    loaded = config.load(str(out))
+    assert loaded.parallel.ranks == 8
+    p = loaded.parallel.mapping(8)
+    assert (p.tp, p.pp, p.ep, p.dp) == tuple(found["mapping"][axis] for axis in ("tp", "pp", "ep", "dp"))
+
+
+def test_a_trace_and_a_page_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, page = tmp_path / "step.perfetto-trace", tmp_path / "step.html"
+    asked = {"mapping": "tp=2,pp=2,ep=2", "trace": str(trace), "page": str(page)}
+    assert cli.run(words(**asked, **SMALL)) == 0
+    shown = capsys.readouterr().out
+    assert f"wrote {trace}" in shown and f"wrote {page}" in shown
+    assert trace.stat().st_size > 1000
+    text = page.read_text()
+    assert "olmoe-1b-7b" in text and "http://" not in text.partition("</head>")[0]
+
+
+def test_validate_tells_rows_and_summary(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from moe_comm.plan import published, validate
+
+    some = tuple(table for table in published.tables() if table.name in ("parallelkittens", "flux-dense"))
+    monkeypatch.setattr(validate, "tables", lambda: some)
+    out = tmp_path / "validate.json"
+    assert cli.run(["plan", "--validate", "--json", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("published", "predicted", "error", "median error", "parallelkittens"))
+    found = json.loads(out.read_text())
+    assert len(found["rows"]) == sum(len(table.rows) for table in some) and found["tables"].keys() == {
+        table.name for table in some
+    }
+    counted = sorted(abs(row["error"]) for row in found["rows"] if row["counts"])
+    assert found["worst_error"] == counted[-1] and found["rows_that_count"] == len(counted)
+
+
+def test_calibrate_keeps_a_description_that_this_machine_is_planned_with(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from moe_comm.plan import calibrate
+    from moe_comm.plan.hardware_table import cluster_named
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked = SMALL | {"hardware": "this-machine", "mapping": "ep=8"}
+    assert cli.run(words(**asked)) == 2
+    assert "was not measured yet; run: moe-comm plan --calibrate" in error_line(capsys)
+    monkeypatch.setattr(calibrate, "calibrate", lambda ranks, say: cluster_named("h20", ranks))
+    assert cli.run(["plan", "--calibrate", "--ranks", "4"]) == 0
+    assert "GFLOP/s" in capsys.readouterr().out and (tmp_path / "moe_comm" / "hardware.json").is_file()
+    measured, named = answered(capsys, **asked), answered(capsys, **asked | {"hardware": "h20"})
+    assert measured == named
+
+    elsewhere = tmp_path / "mine.json"
+    assert cli.run(["plan", "--calibrate", "--hardware-file", str(elsewhere), "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(elsewhere.read_text())
+    assert json.loads(elsewhere.read_text())["cluster"]["gpus"] == 2
+    assert answered(capsys, hardware_file=str(elsewhere), **asked) == measured
