@@ -179,9 +179,6 @@ class StepModel:
         hops = np.full(len(plan.tasks) - len(order), self._hop.seconds)
         return order, plan, np.concatenate([takes, hops])
 
-    def _pipeline(self) -> tuple[PassOrder, Plan, Floats]:
-        return self.pipeline()
-
     @cached_property
     def _hop(self) -> Moved:
         """A micro-batch from a stage to the next."""
@@ -206,13 +203,9 @@ class StepModel:
 
     # --- weights ---
 
-    def _fsdp(self) -> Floats:
-        """With "fsdp", seconds of the transfers of weights and gradients of a micro-batch, [stages, 2]."""
-        return self.weights.sharded()
-
     @cached_property
     def _waited(self) -> Floats:
-        """Of ``_fsdp``, what passes hide, [stages, 2]."""
+        """Of ``_moves``, what passes hide, [stages, 2]."""
         mapping = self.place.mapping
         if mapping.sharding != "fsdp" or mapping.overlap == "none":
             return np.zeros_like(self._each)
@@ -220,12 +213,13 @@ class StepModel:
 
     @cached_property
     def _waits(self) -> Floats:
-        """Of ``_fsdp``, what passes wait for, [stages, 2]."""
+        """Of ``_moves``, what passes wait for, [stages, 2]."""
         return self._moves - self._waited
 
     @cached_property
     def _moves(self) -> Floats:
-        return self._fsdp() if self.place.mapping.sharding == "fsdp" else np.zeros_like(self._each)
+        """With "fsdp", seconds of the transfers of weights and gradients of a micro-batch, [stages, 2]."""
+        return self.weights.sharded() if self.place.mapping.sharding == "fsdp" else np.zeros_like(self._each)
 
     def _after(self, rank: int) -> dict[str, Moved]:
         """What is summed and gathered behind the last pass."""

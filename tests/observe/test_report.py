@@ -241,12 +241,12 @@ def test_text_from_files_never_becomes_markup(tmp_path: Path) -> None:
     page = write_report([run]).read_text()
     found = [markup for markup in ("<b onclick", "<img src=x", "<script>window.hacked") if markup in page]
     assert not found
-    assert page.count("</script>") == 4, "data, plotly, charts and page alone"
+    assert page.count("</script>") == 5, "data, plotly, draw, charts and page alone"
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     assert data is not None and "<" not in data[1] and "\u2028" not in data[1]
     assert json.loads(data[1])["runs"][0]["ranks"]["hosts"] == [HOSTILE]
     policy = re.search(r'Content-Security-Policy" content="([^"]+)"', page)
-    assert policy is not None and "default-src 'none'" in policy[1] and policy[1].count("'sha256-") == 3
+    assert policy is not None and "default-src 'none'" in policy[1] and policy[1].count("'sha256-") == 4
     assert "unsafe-eval" not in policy[1] and "http" not in policy[1]
 
 
