@@ -37,7 +37,7 @@ def heading(question: Question) -> str:
     capacity = "" if load.capacity is None else f", capacity factor {load.capacity:g}"
     uneven = "" if load.imbalance == 1 else f", imbalance {load.imbalance:g}"
     return escape(
-        f"{shape.name} ({shape.params / GB:.1f} B parameters, {shape.active / GB:.1f} B active) on {cluster.gpus:,} "
+        f"{shape.name} ({_billions(shape.params)} parameters, {_billions(shape.active)} active) on {cluster.gpus:,} "
         f"{cluster.accelerator.name}, {cluster.host_size} a host: {question.global_batch:,} sequences of "
         f"{load.seq_len:,} tokens a step, {load.dtype}{capacity}{uneven}"
     )
@@ -114,6 +114,10 @@ def cluster_lines(cluster: Cluster) -> Iterator[str]:
     yield f"{cluster.gpus} ranks, {cluster.host_size} a host; a collective begins after {cluster.start_s * 1e6:.0f} us"
     for name, link in (("inside a host", cluster.inside), ("between hosts", cluster.between)):
         yield f"{name}: {link.name}, {link.rate / GB:.2f} GB/s, {link.latency_s * 1e6:.1f} us a hop"
+
+
+def _billions(count: float) -> str:
+    return f"{count / 1e9:.1f} B" if count >= 1e8 else f"{count / 1e6:.2f} M"
 
 
 def short(mapping: Mapping) -> str:
