@@ -28,12 +28,11 @@ from moe_comm.plan.mapping import Mapping, Place
 from moe_comm.plan.model import ModelShape
 from moe_comm.plan.operators import Load
 from moe_comm.plan.step import StepModel
+from moe_comm.plan.weights import STATE_BYTES
 from moe_comm.topology import ParallelConfig
 
 NAME = "this-machine"
 ROWS, FILLS = (1, 2, 4, 8, 16, 32), (0, 2, 4, 8, 16, 32, 64)
-UPDATE_BYTES = 28
-"""That a step's prediction takes the optimizer to move for an element, clipping included or not."""
 LEAST_S = 1e-9
 
 
@@ -47,7 +46,7 @@ def accelerator_of(found: Sequence[Found], share: float) -> Accelerator:
     ranks_to_core, share = share, max([share, median(slower)] if slower else [share])
     rates = {name: _best(found, name) for name in found[0].products}
     tile, fill = _tile(found, rates["fp32"])
-    memory = UPDATE_BYTES * UPDATED / _mean(one.update for one in found)
+    memory = STATE_BYTES * UPDATED / _mean(one.update for one in found)
     forward, backward = _attention(found, rates["fp32"])
     alone = Accelerator(
         NAME,

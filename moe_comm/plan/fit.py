@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from moe_comm.errors import ConfigError
 from moe_comm.plan.hardware import Accelerator
-from moe_comm.plan.mapping import Mapping, Recompute, Sharding
+from moe_comm.plan.mapping import RECOMPUTE, Mapping, Sharding
 from moe_comm.plan.memory import POLICY, Policy, RankMemory, memory, worst
 from moe_comm.plan.model import ModelShape
 from moe_comm.plan.operators import Load
@@ -17,7 +17,6 @@ from moe_comm.topology import ParallelConfig
 RESERVE = 4 << 30
 """Bytes that a run does not have for tensors, unless told otherwise: contexts, libraries' work space, communicators
 and what an allocator cannot give out. An assumption; such things take 2 to 5 GiB."""
-_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 _SHARDING: tuple[Sharding, ...] = ("replicate", "zero1", "fsdp")
 _ORDER = ("recompute", "sharding", "micro-batch", "vpp", "ep", "etp", "pp", "tp", "cp")
 
@@ -128,7 +127,7 @@ def suits(shape: ModelShape, p: ParallelConfig, load: Load, host: int | None = N
 
 def _changed(shape: ModelShape, mapping: Mapping, load: Load, host: int | None) -> Iterator[tuple[str, str, Mapping]]:
     """(kind, the change in words, the mapping), in order of what a change costs."""
-    for recompute in _RECOMPUTE[_RECOMPUTE.index(mapping.recompute) + 1 :]:
+    for recompute in RECOMPUTE[RECOMPUTE.index(mapping.recompute) + 1 :]:
         yield "recompute", f"recompute {recompute}", replace(mapping, recompute=recompute)
     for sharding in _SHARDING[_SHARDING.index(mapping.sharding) + 1 :]:
         yield "sharding", f"sharding {sharding}", replace(mapping, sharding=sharding)

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 
 from moe_comm.errors import ConfigError
 from moe_comm.plan.fit import suits
-from moe_comm.plan.mapping import Mapping, Overlap, Recompute, Sharding
-from moe_comm.plan.published_step import MICRO_BATCHES, RECOMPUTE
+from moe_comm.plan.mapping import MICRO_BATCHES, RECOMPUTE, Mapping, Overlap, Recompute, Sharding
 from moe_comm.plan.question import Candidate, Question
 
 

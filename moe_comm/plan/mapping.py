@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 import numpy as np
 
@@ -16,6 +16,10 @@ from moe_comm.topology import ParallelConfig
 Recompute = Literal["none", "selective", "full"]
 Sharding = Literal["replicate", "zero1", "fsdp"]
 Overlap = Literal["none", "inter", "all"]
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+"""The least first."""
+MICRO_BATCHES = (1, 2, 4)
+"""Sequences at a time that are tried where a mapping leaves that open."""
 _KEYS = ("tp", "cp", "dp", "pp", "vpp", "ep", "etp")
 
 

@@ -72,19 +72,4 @@ function ranks({ data }) {
 
 const CHARTS = { step, operators, memory, time, links, ranks };
 
-function draw(only) {
-  readLooks();
-  for (const [name, chart] of Object.entries(CHARTS)) if (at(`chart-${name}`) && (!only || only === name)) drawOne(name, chart);
-}
-
-function start() {
-  at("looks").addEventListener("submit", (event) => event.preventDefault());
-  recallTheme();
-  tiles(DATA.summary);
-  document.querySelectorAll("[data-view]").forEach((select) => select.addEventListener("change", () => draw(select.dataset.view)));
-  onTheme(() => draw());
-  fillOpened();
-  draw();
-  document.documentElement.dataset.ready = "yes";
-}
-start();
+openPage(CHARTS);

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from typing import get_args
 
 from moe_comm.errors import ConfigError
 from moe_comm.plan.fit import fits
 from moe_comm.plan.hardware_table import cluster_named
-from moe_comm.plan.mapping import Mapping, Place, Recompute
+from moe_comm.plan.mapping import MICRO_BATCHES, RECOMPUTE, Mapping, Place
 from moe_comm.plan.memory import Policy, memory
 from moe_comm.plan.model import ModelShape
 from moe_comm.plan.model_file import model_named
@@ -25,9 +24,6 @@ from moe_comm.plan.step import StepModel
 from moe_comm.plan.validate import OutOfMemory
 
 POLICY = Policy(cut_shared=True, reshard=True)
-MICRO_BATCHES = (1, 2, 4)
-RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
-"""The least first."""
 
 
 def predict_step(case: StepCase) -> float | OutOfMemory:

@@ -37,19 +37,4 @@ const seconds = ({ data }) => curves(data.steps, [["measured", data.measured_ms,
 
 const CHARTS = { workers, operations, places, slowdown, seconds };
 
-function draw(only) {
-  readLooks();
-  for (const [name, chart] of Object.entries(CHARTS)) if (!only || only === name) drawOne(name, chart);
-}
-
-function start() {
-  at("looks").addEventListener("submit", (event) => event.preventDefault());
-  recallTheme();
-  tiles(DATA.summary);
-  document.querySelectorAll("[data-view]").forEach((select) => select.addEventListener("change", () => draw(select.dataset.view)));
-  onTheme(() => draw());
-  fillOpened();
-  draw();
-  document.documentElement.dataset.ready = "yes";
-}
-start();
+openPage(CHARTS);

@@ -4,7 +4,6 @@ fetched."""
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,40 +14,15 @@ from moe_comm.observe.records import FAULTS, FaultRecord, append
 from moe_comm.observe.report import write_report
 from moe_comm.observe.report.page import PANELS
 from moe_comm.observe.synthetic import Straggler, SyntheticFault, SyntheticRun, write_run
+from tests.browser import WIDTH, headless
 
 pytest.importorskip("plotly", reason="needs the observe extra")
-webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium, of the dev extra")
-
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    not (CHROMIUM and DRIVER), reason="needs a browser: Debian's packages chromium and chromium-driver"
-)
-WIDTH, HEIGHT = 1280, 900
 
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Headless Chromium, one for the module."""
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    profile = tmp_path_factory.mktemp("profile")
-    for flag in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--disable-extensions",
-        "--no-first-run",
-    ):
-        options.add_argument(flag)
-    options.add_argument(f"--window-size={WIDTH},{HEIGHT}")
-    options.add_argument(f"--user-data-dir={profile}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
-    try:
+    with headless(tmp_path_factory.mktemp("profile")) as driver:
         yield driver
-    finally:
-        driver.quit()
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,9 @@ from moe_comm.plan.page_data import OPERATORS, PASSES, data_of
 from moe_comm.plan.question import Candidate, Question
 from moe_comm.plan.simulate import simulate
 from moe_comm.plan.timeline import timeline
+from tests.browser import WIDTH, headless
 
 pytest.importorskip("plotly", reason="needs the observe extra")
-WIDTH = 1280
 MOST_BYTES = 5_000_000
 
 
@@ -50,22 +49,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium, of the dev extra")
-    chromium, chromedriver = shutil.which("chromium"), shutil.which("chromedriver")
-    if not (chromium and chromedriver):
-        pytest.skip("needs a browser: Debian's packages chromium and chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-extensions"):
-        options.add_argument(flag)
-    options.add_argument(f"--window-size={WIDTH},900")
-    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('profile')}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(chromedriver))
-    try:
+    with headless(tmp_path_factory.mktemp("profile")) as driver:
         yield driver
-    finally:
-        driver.quit()
 
 
 def test_every_panel_draws_and_nothing_is_fetched(browser: Any, pages: dict[str, Path]) -> None:

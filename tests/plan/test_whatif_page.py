@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from moe_comm.plan.run_trace import make_run_trace
 from moe_comm.plan.whatif import WhatIf, what_if
 from moe_comm.plan.whatif_page import page_data, write_page
 from moe_comm.plan.whatif_text import rank_heat, stage_heat, text
+from tests.browser import headless
 from tests.plan.test_run_trace import Clock, meet
 
 HOSTILE = "<img src=x onerror=window.hacked=1></script>"
@@ -76,22 +76,8 @@ def test_the_page_has_what_was_found_and_no_nan(found: WhatIf) -> None:
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium, of the dev extra")
-    chromium, chromedriver = shutil.which("chromium"), shutil.which("chromedriver")
-    if not (chromium and chromedriver):
-        pytest.skip("needs a browser: Debian's packages chromium and chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-extensions"):
-        options.add_argument(flag)
-    options.add_argument("--window-size=1280,900")
-    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('profile')}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(chromedriver))
-    try:
+    with headless(tmp_path_factory.mktemp("profile")) as driver:
         yield driver
-    finally:
-        driver.quit()
 
 
 def test_every_panel_draws_and_nothing_is_fetched(browser: Any, found: WhatIf, tmp_path: Path) -> None:

@@ -109,3 +109,19 @@ function tiles(summary) {
     list.append(tile);
   }
 }
+
+/* A page without filters: its tiles, and of ``charts`` those that it has panels for. */
+function openPage(charts) {
+  const draw = (only) => {
+    readLooks();
+    for (const [name, chart] of Object.entries(charts)) if (at(`chart-${name}`) && (!only || only === name)) drawOne(name, chart);
+  };
+  at("looks").addEventListener("submit", (event) => event.preventDefault());
+  recallTheme();
+  tiles(DATA.summary);
+  document.querySelectorAll("[data-view]").forEach((select) => select.addEventListener("change", () => draw(select.dataset.view)));
+  onTheme(() => draw());
+  fillOpened();
+  draw();
+  document.documentElement.dataset.ready = "yes";
+}
