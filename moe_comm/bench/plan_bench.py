@@ -9,14 +9,13 @@ regret: how much longer the mapping with the least predicted step really takes t
 
 from __future__ import annotations
 
-import itertools
 import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from rich.table import Table
@@ -28,6 +27,7 @@ from moe_comm.bench.plan_ranks import TIMEOUT_S, Measured, measure
 from moe_comm.bench.plan_settings import MODEL_KEYS, Case, PlanBench
 from moe_comm.plan.calibrate import calibrate
 from moe_comm.plan.calibrate_fit import shape_of
+from moe_comm.plan.calibrate_steps import imbalance
 from moe_comm.plan.hardware import Cluster
 from moe_comm.plan.hardware_file import to_json
 from moe_comm.plan.mapping import Place
@@ -39,21 +39,11 @@ TOLERATED, REGRET = 0.15, 0.05
 Say = Callable[[str], None]
 
 
-def imbalance(slots_LE: Sequence[Sequence[int]], ep: int) -> float:
-    """Rows of the busiest of ``ep`` ranks over the mean of all, the mean over layers. Experts are dealt in order."""
-    found = []
-    for slots in slots_LE:
-        cuts = [rank * len(slots) // ep for rank in range(ep + 1)]
-        every = [sum(slots[first:stop]) for first, stop in itertools.pairwise(cuts)]
-        found.append(max(every) * ep / max(sum(every), 1))
-    return fmean(found) if found else 1.0
-
-
 def predict(bench: PlanBench, case: Case, cluster: Cluster, slots_LE: Sequence[Sequence[int]]) -> Step:
     """A step with ``case`` on paper."""
     mapping = case.parsed()
     shape = replace(shape_of({key: getattr(bench, key) for key in MODEL_KEYS}), name="bench")
-    load = Load(bench.seq_len, "fp32", imbalance=max(1.0, imbalance(slots_LE, mapping.parallel.ep)))
+    load = Load(bench.seq_len, "fp32", imbalance=imbalance(slots_LE, mapping.parallel.ep))
     return StepModel(shape, Place(mapping, cluster), load, bench.batch).predict()
 
 

@@ -2,6 +2,7 @@
 
     ranks, all at once ──▶ products, attention, memory, whole passes ──▶ Accelerator: what one rank has
                        ──▶ collectives, dispatch, transfers          ──▶ Link inside
+                       ──▶ training steps of small models            ──▶ what rates keep within them
     one rank a host    ──▶ the same, over a shaped link              ──▶ Link between
 
 Ranks are started as ``moe-comm train`` starts them, one thread each. More ranks than cores share these: each has its
@@ -17,6 +18,7 @@ from typing import Any
 from moe_comm.errors import ConfigError
 from moe_comm.plan.calibrate_fit import accelerator_of, between_of, inside_of
 from moe_comm.plan.calibrate_ranks import Found, measure
+from moe_comm.plan.calibrate_steps import Stepped, measure_steps, sustaining
 from moe_comm.plan.collectives import Link
 from moe_comm.plan.hardware import Cluster
 from moe_comm.runtime.launch import launch
@@ -73,9 +75,11 @@ def _host(ranks: int, tell: Callable[[str], None]) -> Cluster:
     found: list[Found] = launch(measure, (("products", "passes"),), ranks)
     share = max(1.0, ranks / found[0].cores)
     cluster = Cluster(accelerator_of(found, share), ranks, ranks, LOOPBACK, LOOPBACK)
-    if ranks == 1:
-        return cluster
-    tell(f"transfers of {ranks} ranks")
-    moved: list[Found] = launch(measure, (("moves",),), ranks)
-    cluster = inside_of(cluster, [one for each in moved for one in each.moves])
-    return replace(cluster, between=cluster.inside)
+    if ranks > 1:
+        tell(f"transfers of {ranks} ranks")
+        moved: list[Found] = launch(measure, (("moves",),), ranks)
+        cluster = inside_of(cluster, [one for each in moved for one in each.moves])
+        cluster = replace(cluster, between=cluster.inside)
+    tell(f"training steps of {ranks} rank(s)")
+    stepped: list[list[Stepped]] = launch(measure_steps, (), ranks)
+    return sustaining(cluster, stepped[0])

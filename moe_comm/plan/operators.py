@@ -131,9 +131,10 @@ class Operators:
 
     @property
     def _busiest(self) -> float:
-        """Rows of the busiest rank over the mean; of the busiest core, where ranks share some: sums of several vary
-        less."""
-        return 1 + (self.load.busiest(self._parallel.ep) - 1) / math.sqrt(self._gpu.shared)
+        """Rows of the busiest rank over the mean. Where ranks share cores, the others' time is its own while they wait
+        for it: it sets the pace only if it has more than it could do with all of a core."""
+        busiest = self.load.busiest(self._parallel.ep)
+        return max(min(1.0, busiest), busiest / self._gpu.shared)
 
     def layer(self, kind: LayerKind) -> Pass:
         """One layer of a kind."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from moe_comm.errors import ConfigError
-from moe_comm.plan import calibrate_ranks
+from moe_comm.plan import calibrate_ranks, calibrate_steps
 from moe_comm.plan.calibrate import calibrate
 from moe_comm.plan.calibrate_fit import accelerator_of, between_of, inside_of, nearest, pass_seconds
 from moe_comm.plan.calibrate_ranks import (
@@ -29,6 +29,7 @@ from moe_comm.plan.calibrate_ranks import (
     Passed,
     measure,
 )
+from moe_comm.plan.calibrate_steps import Stepped, imbalance, measure_steps, runs, step_seconds, sustaining
 from moe_comm.plan.collectives import Link
 from moe_comm.plan.hardware import Accelerator, Cluster, Tile
 from moe_comm.plan.hardware_file import load, save
@@ -127,6 +128,26 @@ def test_links_come_back_from_what_they_would_measure(ranks: int) -> None:
     assert cable.rate == pytest.approx(CABLE.rate, rel=0.05) and cable.name == "cable"
 
 
+@pytest.mark.parametrize("share", [0.6, 1.0])
+def test_what_rates_keep_within_steps_comes_back_from_steps(share: float) -> None:
+    true = replace(HOST, accelerator=replace(CORE, sustained=share))
+    steps = [Stepped(model, ep, 0.0, 1.2) for model, ep in runs(4)]
+    assert {ep for _, ep in runs(4)} == {1, 4}
+    found = sustaining(HOST, [replace(one, seconds=step_seconds(true, one)) for one in steps])
+    assert found.accelerator.sustained == pytest.approx(share, rel=0.01)
+    quicker = [replace(one, seconds=step_seconds(true, one) / 2) for one in steps]
+    assert sustaining(HOST, quicker).accelerator.sustained <= 1.0  # not more than all
+
+
+def test_imbalance_is_what_the_busiest_rank_has_over_the_mean() -> None:
+    assert imbalance([[1, 1, 1, 1]], 2) == 1.0
+    assert imbalance([[3, 3, 1, 1]], 2) == pytest.approx(1.5)
+    assert imbalance([[3, 3, 1, 1], [1, 3, 3, 1]], 2) == pytest.approx((1.5 + 1.0) / 2)
+    assert imbalance([[4, 0, 0, 0]], 4) == 4.0
+    assert imbalance([[3, 1]], 1) == 1.0
+    assert imbalance([], 2) == 1.0
+
+
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Little of everything."""
@@ -140,6 +161,8 @@ def _shorten(put: Callable[[Any, str, Any], None]) -> None:
     values |= {"ROWS": (16,), "EXPERT_ROWS": (5, 11)}
     for name, value in values.items():
         put(calibrate_ranks, name, value)
+    for name, value in {"MODELS": (tiny,), "LENGTH": 16, "STEPS": 1}.items():
+        put(calibrate_steps, name, value)
 
 
 def test_a_calibration_of_one_rank_is_a_description_that_can_be_read_again(short: None, tmp_path: Path) -> None:
@@ -167,6 +190,17 @@ def test_ranks_measure_every_kind_of_transfer(pool: RankPool) -> None:
     for moves in pool.run(_move, None, timeout=60):
         assert {one.kind for one in moves} == {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"}
         assert all(one.seconds > 0 and one.num_bytes > 0 and one.ranks == 2 for one in moves)
+
+
+def _step(rank: int, world: int, arg: None) -> list[Stepped]:
+    _shorten(setattr)
+    return measure_steps()
+
+
+def test_ranks_time_the_same_training_steps(pool: RankPool) -> None:
+    first, second = pool.run(_step, None, timeout=60)
+    assert first == second and [(one.model, one.ep) for one in first] == [(0, 1), (0, 2)]
+    assert all(one.seconds > 0 and one.imbalance >= 1 for one in first)
 
 
 @pytest.mark.parametrize(

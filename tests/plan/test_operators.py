@@ -4,6 +4,7 @@ or grows with a mapping does."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
@@ -119,3 +120,15 @@ def test_experts_are_cut_or_whole_at_the_same_flops() -> None:
 def test_a_load_that_cannot_be_is_refused(load: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         Load(**{"seq_len": SEQ, **load})  # type: ignore[arg-type]
+
+
+def test_ranks_that_share_cores_wait_for_the_busiest_only_if_all_of_a_core_is_not_enough() -> None:
+    def seconds(shared: float, imbalance: float) -> float:
+        found = operators("qwen3-30b-a3b", "ep=8", imbalance=imbalance)
+        cluster = replace(found.place.cluster, accelerator=replace(found.place.cluster.accelerator, shared=shared))
+        return sum(Operators(found.shape, replace(found.place, cluster=cluster), found.load).experts().seconds())
+
+    even, uneven = seconds(1.0, 1.0), seconds(1.0, 1.8)
+    assert uneven > 1.3 * even
+    assert seconds(2.0, 1.8) == even, "the others' cores do what it has more"
+    assert seconds(2.0, 3.0) == pytest.approx(seconds(1.0, 1.5))
