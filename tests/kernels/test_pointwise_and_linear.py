@@ -23,7 +23,8 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tens
 def test_a_row_of_a_linear_has_the_same_bits_in_every_batch(inputs: int, outputs: int, dtype: torch.dtype) -> None:
     x, w = draw(1040, inputs, dtype=dtype), draw(outputs, inputs, dtype=dtype, seed=1)
     full = row_invariant_mm(x, w.t())
-    torch.testing.assert_close(full, x @ w.t())
+    exact, sizes = x.double() @ w.double().t(), x.double().abs() @ w.double().abs().t()
+    assert ((full - exact).abs() <= 8 * torch.finfo(dtype).eps * sizes).all(), "no order of adding rounds more"
     for rows in ROWS:
         assert torch.equal(row_invariant_mm(x[:rows], w.t()), full[:rows]), rows
     for start in STARTS:
