@@ -2,7 +2,7 @@
 
     ranks, all at once ──▶ products, attention, memory, whole passes ──▶ Accelerator: what one rank has
                        ──▶ collectives, dispatch, transfers          ──▶ Link inside
-                       ──▶ training steps of small models            ──▶ what rates keep within them
+                       ──▶ training steps of small models            ──▶ what rates and meetings are in them
     one rank a host    ──▶ the same, over a shaped link              ──▶ Link between
 
 Ranks are started as ``moe-comm train`` starts them, one thread each. More ranks than cores share these: each has its
@@ -18,7 +18,7 @@ from typing import Any
 from moe_comm.errors import ConfigError
 from moe_comm.plan.calibrate_fit import accelerator_of, between_of, inside_of
 from moe_comm.plan.calibrate_ranks import Found, measure
-from moe_comm.plan.calibrate_steps import Stepped, measure_steps, sustaining
+from moe_comm.plan.calibrate_steps import Stepped, measure_steps, within_steps
 from moe_comm.plan.collectives import Link
 from moe_comm.plan.hardware import Cluster
 from moe_comm.runtime.launch import launch
@@ -82,4 +82,4 @@ def _host(ranks: int, tell: Callable[[str], None]) -> Cluster:
         cluster = replace(cluster, between=cluster.inside)
     tell(f"training steps of {ranks} rank(s)")
     stepped: list[list[Stepped]] = launch(measure_steps, (), ranks)
-    return sustaining(cluster, stepped[0])
+    return within_steps(cluster, stepped[0])

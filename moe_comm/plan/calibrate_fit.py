@@ -94,17 +94,23 @@ def between_of(cluster: Cluster, moves: Sequence[Moving], name: str) -> Link:
     return made(*values).between
 
 
-def nearest(errors: Callable[..., Sequence[float]], start: Sequence[float], rounds: int = 200) -> tuple[float, ...]:
-    """Positive numbers from which ``errors`` are least, by the sum of absolute values: from ``start``, one at a time up
-    and down by a factor that shrinks (a pattern search)."""
+def nearest(
+    errors: Callable[..., Sequence[float]], start: Sequence[float], rounds: int = 200, power: int = 1
+) -> tuple[float, ...]:
+    """Positive numbers from which ``errors`` are least, by the sum of powers of their absolute values: from ``start``,
+    one at a time up and down by a factor that shrinks (a pattern search)."""
+
+    def size(given: Sequence[float]) -> float:
+        return sum(abs(one) ** power for one in errors(*given))
+
     best = list(start)
-    least, step = sum(map(abs, errors(*best))), math.log(4)
+    least, step = size(best), math.log(4)
     for _ in range(rounds):
         before = least
         for place, sign in product(range(len(best)), (1, -1)):
             tried = list(best)
             tried[place] *= math.exp(sign * step)
-            total = sum(map(abs, errors(*tried)))
+            total = size(tried)
             if total < least:
                 best, least = tried, total
         if least == before:

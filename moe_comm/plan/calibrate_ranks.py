@@ -45,7 +45,7 @@ UPDATED = 4 << 20
 SUMMED = (1 << 16, 1 << 20, 1 << 22)
 """Elements of gradients that are summed."""
 MODELS = (
-    {"hidden": 192, "layers": 2, "heads": 3, "kv_heads": 3, "experts": 4, "top_k": 2, "ffn": 384, "vocab": 384},
+    {"hidden": 192, "layers": 2, "heads": 4, "kv_heads": 4, "experts": 4, "top_k": 2, "ffn": 384, "vocab": 384},
     {"hidden": 320, "layers": 2, "heads": 5, "kv_heads": 5, "experts": 8, "top_k": 2, "ffn": 192, "vocab": 512},
 )
 """Whole models whose passes are timed, as ``moe_comm.train``'s settings name their sizes."""

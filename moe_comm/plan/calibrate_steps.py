@@ -1,12 +1,14 @@
-"""Whole training steps of a calibration, and what rates keep within them.
+"""Whole training steps of a calibration, and what rates and meetings are within them.
 
 Products, passes and transfers are measured one kind after the other, each in a loop of its own that finds its caches
-warm and the cores where it left them. In a step they take turns, memory comes fresh, and ranks that share a core evict
-each other whenever they meet. Small models are trained for a few steps, by the trainer itself, each of them
+warm and the cores where it left them. In a step they take turns, memory comes fresh, and where ranks share cores every
+meeting waits until the last of them has had one. Small models are trained for a few steps, by the trainer itself:
 
-    with all experts on each rank: ranks meet once a step         and with experts spread: four times a layer
+    mapping                  ranks meet                    says
+    dp                       once a step                   what rates keep: ``Accelerator.sustained``
+    dp, ep and tp, dp, ep    four, ten times a layer       what a collective takes to begin: ``Cluster.start_s``
 
-The share of the rates with which predictions come nearest to all is ``Accelerator.sustained``.
+Both are those with which predictions come nearest to all of them.
 """
 
 from __future__ import annotations
@@ -20,13 +22,13 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
-from moe_comm.plan.calibrate_fit import nearest, shape_of
+from moe_comm.plan.calibrate_fit import LEAST_S, nearest, shape_of
 from moe_comm.plan.calibrate_ranks import MODELS, TIMEOUT_S
 from moe_comm.plan.hardware import Cluster
 from moe_comm.plan.mapping import Mapping, Place
 from moe_comm.plan.operators import Load
 from moe_comm.plan.step import StepModel
-from moe_comm.topology import ParallelConfig
+from moe_comm.topology import FoldedMesh
 
 SEQUENCES, LENGTH, MICRO_BATCHES = 1, 256, 2
 """Of a micro-batch: sequences and their tokens; and micro-batches of a step."""
@@ -36,13 +38,11 @@ WARM, STEPS = 1, 5
 
 @dataclass(frozen=True)
 class Stepped:
-    """A step of ``MODELS[model]`` on data-parallel ranks. imbalance: rows of the busiest rank over the mean.
-
-    seconds: by the clock, until the last rank has done it.
-    """
+    """A step of ``MODELS[model]``. mapping: as ``Mapping.parse`` takes it. imbalance: rows of the busiest rank over the
+    mean. seconds: by the clock, until the last rank has done it."""
 
     model: int
-    ep: int
+    mapping: str
     seconds: float
     imbalance: float
 
@@ -57,27 +57,38 @@ def imbalance(slots_LE: Sequence[Sequence[int]], ep: int) -> float:
     return max(1.0, fmean(found)) if found else 1.0
 
 
-def runs(ranks: int) -> list[tuple[int, int]]:
-    """(model, ep) of what is trained."""
-    return [(model, ep) for model, sizes in enumerate(MODELS) for ep in sorted({1, math.gcd(ranks, sizes["experts"])})]
+def runs(ranks: int) -> list[tuple[int, str]]:
+    """(model, mapping) of what is trained."""
+    found = []
+    for model, sizes in enumerate(MODELS):
+        ep = math.gcd(ranks, sizes["experts"])
+        found += [(model, f"dp={ranks},ep={ep}") for ep in sorted({1, ep})]
+        if ranks % 2 == 0 and sizes["heads"] % 2 == 0:
+            found.append((model, f"tp=2,dp={ranks // 2},ep={ep}"))
+    return found
 
 
 def step_seconds(cluster: Cluster, one: Stepped) -> float:
     """``one`` as it is predicted."""
-    mapping = Mapping(ParallelConfig(dp=cluster.gpus, ep=one.ep), micro_batch=SEQUENCES, sharding="replicate")
+    mapping = Mapping.parse(one.mapping, cluster.gpus, micro_batch=SEQUENCES, sharding="replicate")
     load = Load(LENGTH, "fp32", imbalance=one.imbalance)
-    batch = SEQUENCES * MICRO_BATCHES * cluster.gpus
+    batch = SEQUENCES * MICRO_BATCHES * mapping.parallel.dp
     return StepModel(shape_of(MODELS[one.model]), Place(mapping, cluster), load, batch).predict().seconds
 
 
-def sustaining(cluster: Cluster, steps: Sequence[Stepped]) -> Cluster:
-    """``cluster`` with what its accelerators' rates keep in ``steps``: at most all."""
+def within_steps(cluster: Cluster, steps: Sequence[Stepped]) -> Cluster:
+    """``cluster`` with what its rates keep in ``steps``, at most all, and what collectives take to begin there, at
+    least what they do by themselves."""
 
-    def made(share: float) -> Cluster:
-        return replace(cluster, accelerator=replace(cluster.accelerator, sustained=min(share, 1.0)))
+    def made(share: float, more: float) -> Cluster:
+        accelerator = replace(cluster.accelerator, sustained=min(share, 1.0))
+        return replace(cluster, accelerator=accelerator, start_s=cluster.start_s + more)
 
-    (share,) = nearest(lambda tried: [math.log(step_seconds(made(tried), one) / one.seconds) for one in steps], (1.0,))
-    return made(share)
+    def errors(share: float, more: float) -> list[float]:
+        return [math.log(step_seconds(made(share, more), one) / one.seconds) for one in steps]
+
+    # Squares: absolute values make ridges of two numbers that both lengthen all, on which the search stands still.
+    return made(*nearest(errors, (1.0, max(cluster.start_s, LEAST_S)), power=2))
 
 
 def measure_steps() -> list[Stepped]:
@@ -88,13 +99,15 @@ def measure_steps() -> list[Stepped]:
 
     torch.set_num_threads(1)
     with init_ranks("cpu", TIMEOUT_S) as here, contextlib.ExitStack() as stack:
-        return _taken([(*one, _trainer(*one, stack)) for one in runs(here.world)], here.world)
+        return _taken([(*one, _trainer(*one, stack)) for one in runs(here.world)])
 
 
-def _taken(trained: Sequence[tuple[int, int, Any]], world: int) -> list[Stepped]:
+def _taken(trained: Sequence[tuple[int, str, Any]]) -> list[Stepped]:
     """They take turns, a step each, so that what else the machine does hits all alike."""
     import torch
     import torch.distributed as dist
+
+    world = dist.get_world_size() if dist.is_initialized() else 1
 
     def meet() -> None:
         if world > 1:
@@ -113,23 +126,27 @@ def _taken(trained: Sequence[tuple[int, int, Any]], world: int) -> list[Stepped]
     medians = torch.tensor([median(one[WARM:]) for one in seconds])
     if world > 1:
         dist.all_reduce(medians, dist.ReduceOp.MAX)
-    return [
-        Stepped(model, ep, took, fmean(imbalance(slots, ep) for slots in load[WARM:]))
-        for (model, ep, _), took, load in zip(trained, medians.tolist(), loads, strict=True)
-    ]
+    found = []
+    for (model, mapping, _), took, load in zip(trained, medians.tolist(), loads, strict=True):
+        ep = Mapping.parse(mapping, world).parallel.ep
+        found.append(Stepped(model, mapping, took, fmean(imbalance(slots, ep) for slots in load[WARM:])))
+    return found
 
 
-def _trainer(model: int, ep: int, stack: contextlib.ExitStack) -> Any:
-    from moe_comm.topology import FoldedMesh
+def _trainer(model: int, mapping: str, stack: contextlib.ExitStack) -> Any:
     from moe_comm.train import config as configuration
     from moe_comm.train.build import architecture_of, build
     from moe_comm.train.ranks import Ranks
     from moe_comm.train.trainer import Trainer
 
     ranks, sizes = Ranks.make(), MODELS[model]
+    parallel = Mapping.parse(mapping, ranks.world).parallel
     given = [f"model.{key}={value}" for key, value in sizes.items()]
-    given += [f"parallel.ranks={ranks.world}", f"parallel.dp={ranks.world}", f"parallel.ep={ep}"]
-    given += [f"data.seq_len={LENGTH}", f"data.batch={SEQUENCES * MICRO_BATCHES * ranks.world}"]
+    given += [
+        f"parallel.ranks={ranks.world}",
+        *(f"parallel.{axis}={parallel.sizes[axis]}" for axis in ("tp", "dp", "ep")),
+    ]
+    given += [f"data.seq_len={LENGTH}", f"data.batch={SEQUENCES * MICRO_BATCHES * parallel.dp}"]
     given += [f"data.micro_batches={MICRO_BATCHES}", "model.family=qwen3_moe", "model.init_std=0.1"]
     # Weights start wide and hardly move, so that routers spread tokens over experts, and go on to.
     given += ["optimizer.warmup=0", "optimizer.lr=1e-6", "parallel.sharding=replicate"]
@@ -139,17 +156,17 @@ def _trainer(model: int, ep: int, stack: contextlib.ExitStack) -> Any:
     for stage in machinery.stages:
         stack.callback(stage.close)  # type: ignore[arg-type]
     stack.callback(machinery.runner.close)
-    return Trainer(config, machinery, _Feed(sizes["vocab"], ranks.world), ranks)
+    return Trainer(config, machinery, _Feed(sizes["vocab"], mesh), ranks)
 
 
 class _Feed:
-    """Tokens by chance."""
+    """Tokens by chance, the same for ranks that work on the same ones."""
 
-    def __init__(self, vocab: int, dp: int) -> None:
+    def __init__(self, vocab: int, mesh: FoldedMesh) -> None:
         import torch
 
-        self._vocab, self._dp = vocab, dp
-        self._chance = torch.Generator().manual_seed(torch.initial_seed())
+        self._vocab, self._dp = vocab, mesh.size("dp")
+        self._chance = torch.Generator().manual_seed(mesh.place["dp"])
 
     def train(self, step: int) -> Any:
         import torch

@@ -29,7 +29,7 @@ from moe_comm.plan.calibrate_ranks import (
     Passed,
     measure,
 )
-from moe_comm.plan.calibrate_steps import Stepped, imbalance, measure_steps, runs, step_seconds, sustaining
+from moe_comm.plan.calibrate_steps import Stepped, imbalance, measure_steps, runs, step_seconds, within_steps
 from moe_comm.plan.collectives import Link
 from moe_comm.plan.hardware import Accelerator, Cluster, Tile
 from moe_comm.plan.hardware_file import load, save
@@ -128,15 +128,16 @@ def test_links_come_back_from_what_they_would_measure(ranks: int) -> None:
     assert cable.rate == pytest.approx(CABLE.rate, rel=0.05) and cable.name == "cable"
 
 
-@pytest.mark.parametrize("share", [0.6, 1.0])
-def test_what_rates_keep_within_steps_comes_back_from_steps(share: float) -> None:
-    true = replace(HOST, accelerator=replace(CORE, sustained=share))
-    steps = [Stepped(model, ep, 0.0, 1.2) for model, ep in runs(4)]
-    assert {ep for _, ep in runs(4)} == {1, 4}
-    found = sustaining(HOST, [replace(one, seconds=step_seconds(true, one)) for one in steps])
-    assert found.accelerator.sustained == pytest.approx(share, rel=0.01)
-    quicker = [replace(one, seconds=step_seconds(true, one) / 2) for one in steps]
-    assert sustaining(HOST, quicker).accelerator.sustained <= 1.0  # not more than all
+@pytest.mark.parametrize(("share", "start"), [(0.6, 1e-3), (1.0, 2e-4), (0.9, 1e-4)])
+def test_what_rates_and_meetings_are_within_steps_comes_back_from_steps(share: float, start: float) -> None:
+    true = replace(HOST, accelerator=replace(CORE, sustained=share), start_s=start)
+    steps = [Stepped(model, mapping, 0.0, 1.2) for model, mapping in runs(4)]
+    assert {mapping for _, mapping in runs(4)} == {"dp=4,ep=1", "dp=4,ep=4", "tp=2,dp=2,ep=4"}
+    found = within_steps(HOST, [replace(one, seconds=step_seconds(true, one)) for one in steps])
+    assert found.accelerator.sustained == pytest.approx(share, rel=0.02)
+    assert found.start_s == pytest.approx(start, rel=0.05)
+    quicker = within_steps(HOST, [replace(one, seconds=step_seconds(true, one) / 2) for one in steps])
+    assert quicker.accelerator.sustained <= 1.0 and quicker.start_s >= HOST.start_s, "not better than by themselves"
 
 
 def test_imbalance_is_what_the_busiest_rank_has_over_the_mean() -> None:
@@ -199,7 +200,7 @@ def _step(rank: int, world: int, arg: None) -> list[Stepped]:
 
 def test_ranks_time_the_same_training_steps(pool: RankPool) -> None:
     first, second = pool.run(_step, None, timeout=60)
-    assert first == second and [(one.model, one.ep) for one in first] == [(0, 1), (0, 2)]
+    assert first == second and [one.mapping for one in first] == ["dp=2,ep=1", "dp=2,ep=2", "tp=2,dp=1,ep=2"]
     assert all(one.seconds > 0 and one.imbalance >= 1 for one in first)
 
 
