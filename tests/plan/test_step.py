@@ -101,6 +101,14 @@ def test_sharded_weights_cost_what_computing_does_not_hide() -> None:
     assert seen < 0.25 * hidden, "16 times the work hides all but what computing loses by it"
 
 
+def test_sharded_weights_of_a_dense_model_leave_a_host_by_all_of_its_nics() -> None:
+    """On 8 hosts of 8, each NIC carries an eighth of what passes: 2 bytes twice, 4 bytes once for each parameter."""
+    found = step("llama3-70b", "", 64, sharding="fsdp", batch=64)
+    parameters, rate = model_named("llama3-70b").params, 50e9 * 0.9
+    expected = 8 * parameters * (63 / 64) / 8 / rate
+    assert found.breakdown["sharded weights"] == pytest.approx(expected, rel=0.02)
+
+
 PUBLISHED = [
     ("mixtral-8x22b", "tp=2,pp=8,ep=4", True, 128, 46.3),
     ("qwen2-57b-a14b", "tp=2,pp=4,ep=4", True, 64, 35.3),
