@@ -32,7 +32,7 @@ from moe_comm.plan.model_block import Block, Weight
 Kind = Literal["product", "memory", "transfer"]
 SCORE_BYTES = 4
 """Routing and the loss are in fp32."""
-DROPLESS = 1.337
+DROPLESS = 1.29
 """``Load.imbalance`` to assume where no capacity caps it and nothing was measured: routers in training are not even.
 Fitted on MegaScale-MoE's 352B on 720 GPUs (arXiv 2505.11432)."""
 

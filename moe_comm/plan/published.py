@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from moe_comm.errors import ConfigError
+from moe_comm.plan.mapping import Overlap
 
 FORMAT, VERSION = "moe_comm published", 1
 FOLDER = Path(__file__).parent / "published"
@@ -115,7 +116,7 @@ class StepCase:
         if self.recompute is not None:
             _one_of("recompute", self.recompute, ("none", "selective", "full"))
         _one_of("sharding", self.sharding, ("replicate", "zero1", "fsdp"))
-        _one_of("overlap", self.overlap, ("none", "inter", "all"))
+        _one_of("overlap", self.overlap, get_args(Overlap))
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ MASTER = BYTES["fp32"]
 GRADIENT_BYTES = MASTER
 STATE_BYTES = 2 * MASTER * 3 + GRADIENT_BYTES
 """That AdamW reads and writes for an element: master and two moments both ways, and the gradient."""
-SLOW_RING = 166.6
+SLOW_RING = 169.8
 """Ranks with which a ring that gathers sharded experts takes twice as long as its links would: gigabytes for each
 layer, so that nothing is fetched ahead, and every step waits for the slowest of them all. Of rings through several
 ranks of each host; those of one rank a host, as with expert parallelism within hosts, reach their links' rate. Fitted

@@ -152,6 +152,18 @@ def test_more_overlap_hides_more_and_what_is_hidden_is_told(mapping: str) -> Non
     assert inter.breakdown["gradients and weights"] + hidden == pytest.approx(none.breakdown["gradients and weights"])
 
 
+@pytest.mark.parametrize("virtual", [1, 4])
+def test_outer_overlap_hides_what_moves_between_passes_and_nothing_within(virtual: int) -> None:
+    mapping = f"tp=2,pp=4,vpp={virtual},ep=4" if virtual > 1 else "tp=2,pp=4,ep=4"
+    none, outer, inter = (step("mixtral-8x7b", mapping, 64, overlap=name) for name in ("none", "outer", "inter"))
+    assert none.seconds > outer.seconds > inter.seconds
+    within = ("dispatch", "combine", "attention gather", "attention scatter", "products", "memory passes")
+    assert {name: outer.breakdown[name] for name in within} == {name: none.breakdown[name] for name in within}
+    assert {name.split()[-1] for name in outer.hidden} == {"gradients", "weights"}
+    assert outer.breakdown["gradients and weights"] == pytest.approx(inter.breakdown["gradients and weights"], abs=0.1)
+    assert (outer.breakdown["pipeline"] < none.breakdown["pipeline"]) == (virtual > 1), "Megatron's 1F1B waits"
+
+
 def test_weights_move_in_the_dtype_that_computes() -> None:
     def moved(dtype: str) -> dict[str, dict[str, float]]:
         place = Place(Mapping.parse("ep=8", 64), cluster_named("h100", 64))
