@@ -33,8 +33,8 @@ Kind = Literal["product", "memory", "transfer"]
 SCORE_BYTES = 4
 """Routing and the loss are in fp32."""
 CAST_BYTES = BYTES["bf16"] + 2 * BYTES["fp8"]
-"""Of an element that goes into an fp8 product: read, and written as the product takes it and transposed, for gradients of
-weights: products on Hopper read both operands along K (Transformer Engine's documentation, "Handling transposes")."""
+"""Of an element that goes into an fp8 product: read, and written as the product takes it and transposed, for weights'
+gradients: products on Hopper read both operands along K (Transformer Engine's documentation, "Handling transposes")."""
 IN_BF16 = ("router", "head")
 """Products that stay in bf16 where others are in fp8, which is for linear layers within a transformer block
 (Megatron-Bridge's performance guide)."""
