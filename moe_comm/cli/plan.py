@@ -83,7 +83,7 @@ def plan(
     ] = None,
     imbalance: Annotated[
         float | None,
-        _option("Rows of the busiest rank's experts over the mean.", by="1.337; 1 with a capacity factor"),
+        _option("Rows of the busiest rank's experts over the mean.", by="1.29; 1 with a capacity factor"),
     ] = None,
     host_size: Annotated[int | None, _option("Accelerators of a host.", by="the hardware's", min=1, max=MOST)] = None,
     micro_batch: Annotated[int | None, _option("Sequences at a time.", by="the fastest", min=1)] = None,

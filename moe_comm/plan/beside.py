@@ -36,7 +36,7 @@ def hide(one: Pass, again: int, overlap: Overlap) -> Pass:
     Args:
         again: how many of the first operations of backward are forward's done again.
     """
-    if overlap == "none":
+    if overlap in ("none", "outer"):
         return one
     forward = _beside(one.forward, _shared(one.forward, 0.0), 0.0)
     later = sum(each.later for each in one.backward[again:])

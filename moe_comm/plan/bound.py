@@ -46,7 +46,7 @@ class Bounded(StepModel):
         both, hop = self._both, self._hop.seconds
         before = np.cumsum(both[:pp]) - both[:pp] + 2 * hop * np.arange(pp)
         own = both.reshape(virtual, pp).sum(0)
-        if self.place.mapping.overlap == "none" and pp > 1:  # ranks wait for what each pass takes from a neighbour
+        if self.place.mapping.waits_for_stages and pp > 1:  # ranks wait for what each pass takes from a neighbour
             waits = np.full(pp, 2.0 * virtual)
             waits[0] -= 1
             waits[-1] -= 1

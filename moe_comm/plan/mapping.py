@@ -15,7 +15,7 @@ from moe_comm.topology import ParallelConfig
 
 Recompute = Literal["none", "selective", "full"]
 Sharding = Literal["replicate", "zero1", "fsdp"]
-Overlap = Literal["none", "inter", "all"]
+Overlap = Literal["none", "outer", "inter", "all"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 """The least first."""
 MICRO_BATCHES = (1, 2, 4)
@@ -28,8 +28,10 @@ class Mapping:
     """How a model is spread.
 
     virtual: pipeline stages on each rank. micro_batch: sequences that a data-parallel rank takes at a time.
-    sharding, recompute: as in ``moe_comm.train``. overlap: "none": what moves and what computes take turns; "inter": a
-    transfer goes on beside operators that do not need it; "all": and inside those that do, tile by tile.
+    sharding, recompute: as in ``moe_comm.train``. overlap: "none": what moves and what computes take turns; "outer":
+    gradients and weights move beside passes, and with virtual stages what stages send each other, as in Megatron;
+    "inter": and a transfer within a pass goes on beside operators that do not need it; "all": and inside those that do,
+    tile by tile.
     """
 
     parallel: ParallelConfig
@@ -75,6 +77,11 @@ class Mapping:
     @property
     def stages(self) -> int:
         return self.parallel.pp * self.virtual
+
+    @property
+    def waits_for_stages(self) -> bool:
+        """Whether nothing is computed while a stage's neighbour sends to it."""
+        return self.overlap == "none" or (self.overlap == "outer" and self.virtual == 1)
 
     @property
     def schedule(self) -> str:

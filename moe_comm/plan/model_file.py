@@ -17,9 +17,12 @@ from typing import Any
 from moe_comm.errors import ConfigError
 from moe_comm.layers.config import QKNorm
 from moe_comm.plan.model import Latent, ModelShape
-from moe_comm.plan.model_names import MODELS
+from moe_comm.plan.model_dense import DENSE
+from moe_comm.plan.model_names import MODELS as WITH_EXPERTS
 from moe_comm.runtime.untrusted import parse_object, read_bounded, shown
 
+MODELS = WITH_EXPERTS | DENSE
+"""Every model that is known by name."""
 FILE_BYTES = 1 << 20
 """A description of a model is never longer."""
 MOST = 1 << 40

@@ -245,6 +245,21 @@ _LONGCAT_FLASH = ModelShape(
     shortcut=True,
 )
 
+# https://huggingface.co/xai-org/grok-1 config.json, with the 128,256 words of the tokenizer that it is measured with
+# (NVIDIA/dgxc-benchmarking, grok1). 314 B.
+_GROK_1 = ModelShape(
+    "grok-1",
+    layers=64,
+    hidden=6144,
+    heads=48,
+    kv_heads=8,
+    head_dim=128,
+    vocab=128256,
+    experts=8,
+    top_k=2,
+    ffn=32768,
+)
+
 MODELS: dict[str, ModelShape] = {
     shape.name: shape
     for shape in (
@@ -264,6 +279,7 @@ MODELS: dict[str, ModelShape] = {
         _OLMOE,
         _GPT_OSS_120B,
         _LONGCAT_FLASH,
+        _GROK_1,
     )
 }
-"""Every model that is known by name."""
+"""Those with experts."""

@@ -32,7 +32,13 @@ from moe_comm.plan.model_block import Block, Weight
 Kind = Literal["product", "memory", "transfer"]
 SCORE_BYTES = 4
 """Routing and the loss are in fp32."""
-DROPLESS = 1.337
+CAST_BYTES = BYTES["bf16"] + 2 * BYTES["fp8"]
+"""Of an element that goes into an fp8 product: read, and written as the product takes it and transposed, for weights'
+gradients: products on Hopper read both operands along K (Transformer Engine's documentation, "Handling transposes")."""
+IN_BF16 = ("router", "head")
+"""Products that stay in bf16 where others are in fp8, which is for linear layers within a transformer block
+(Megatron-Bridge's performance guide)."""
+DROPLESS = 1.29
 """``Load.imbalance`` to assume where no capacity caps it and nothing was measured: routers in training are not even.
 Fitted on MegaScale-MoE's 352B on 720 GPUs (arXiv 2505.11432)."""
 
@@ -221,6 +227,8 @@ class Operators:
     def _product(self, name: str, weight: Weight, rows: float, shape: tuple[float, float], groups: int = 1) -> Pass:
         k, n = shape
         gpu, dtype, flops = self._gpu, self.load.dtype, 2 * rows * groups * k * n
+        if dtype == "fp8" and name in IN_BF16:
+            dtype = "bf16"
         # Without slots to fill, experts have unequal numbers of rows.
         uneven = name == "experts" and self.load.capacity is None
         reached = gpu.sustained * (gpu.grouped if uneven else 1.0)
@@ -230,10 +238,14 @@ class Operators:
         backward = gpu.gemm_seconds(rows, k, n, dtype, groups, uneven=uneven) / reached + later
         full = f"{name} {weight.name}" if weight.name != name else name
         moved = groups * (rows * k + k * n + rows * n) * self._size
-        return Pass(
+        one = Pass(
             (Operation(full, "product", forward, flops, moved),),
             (Operation(full, "product", backward, 2 * flops, 2 * moved, later=later),),
         )
+        if dtype != "fp8":
+            return one
+        cast = self._memory("cast", CAST_BYTES * groups * rows * k, CAST_BYTES * groups * rows * n)
+        return Pass((*cast.forward, *one.forward), (*cast.backward, *one.backward))
 
     def _one(self, rows: float, n: float, k: float, groups: int = 1) -> Product:
         return Product(rows, n, k, self.load.dtype, groups)

@@ -17,9 +17,10 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from moe_comm.errors import ConfigError
+from moe_comm.plan.mapping import Overlap
 
 FORMAT, VERSION = "moe_comm published", 1
 FOLDER = Path(__file__).parent / "published"
@@ -35,8 +36,16 @@ PATTERNS = (
     "experts scatter",
 )
 TRANSPORTS = ("none", "serial", "copies", "stores", "adds", "units")
-UNITS = {"ms": "lower", "s": "lower", "mfu %": "higher", "times the first": "higher"}
-"""And which way is better."""
+UNITS = {
+    "ms": "lower",
+    "s": "lower",
+    "mfu %": "higher",
+    "tokens/s": "higher",
+    "tflops": "higher",
+    "times the first": "higher",
+}
+"""And which way is better. "tokens/s", "tflops": of each accelerator; the latter counts attention in full, as Megatron
+did until March 2025."""
 
 T = TypeVar("T")
 
@@ -81,6 +90,7 @@ class StepCase:
 
     mapping: degrees as ``Mapping.parse`` reads them; free: those that the source does not tell, of which the best
     counts. coupled: expert parallelism lies inside data parallelism. capacity: slots of an expert over its mean load.
+    micro_batch, recompute: None: the source does not tell; nor does it the virtual stages, if the mapping has no vpp.
     """
 
     model: str
@@ -95,12 +105,18 @@ class StepCase:
     overlap: str = "none"
     capacity: float | None = None
     dtype: str = "bf16"
+    micro_batch: int | None = None
+    recompute: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("gpus", "seq_len", "global_batch"):
             _count(name, getattr(self, name))
+        if self.micro_batch is not None:
+            _count("micro_batch", self.micro_batch)
+        if self.recompute is not None:
+            _one_of("recompute", self.recompute, ("none", "selective", "full"))
         _one_of("sharding", self.sharding, ("replicate", "zero1", "fsdp"))
-        _one_of("overlap", self.overlap, ("none", "inter", "all"))
+        _one_of("overlap", self.overlap, get_args(Overlap))
 
 
 @dataclass(frozen=True)
@@ -232,7 +248,7 @@ def _made(cls: type[T], data: Any, where: str, more: Mapping[str, Any] | None = 
             fine = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             fine = fine or (value is None and kind is not float)
         else:
-            fine = type(value) is kind
+            fine = type(value) in (get_args(kind) or (kind,))
         if not fine:
             raise ConfigError(f"{where}: {key} must be {kind}, got {value!r:.80}")
         values[key] = given

@@ -2,7 +2,8 @@
 
 What a source does not tell is taken as its authors would have chosen it: of all degrees that are free, micro-batches,
 virtual stages and ways to recompute, the fastest that fits an accelerator. Memory is that of trainers that give weights
-back after each pass of "fsdp" and cut shared experts by tp (Megatron, PyTorch's FSDP).
+back after each pass of "fsdp" and cut shared experts by tp (Megatron, PyTorch's FSDP). Where a source tells what was
+computed again, nothing is chosen by memory: it ran.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ def choice(case: StepCase) -> tuple[Mapping, float] | OutOfMemory:
     best: tuple[Mapping, float] | None = None
     missing: list[int] = []
     load = Load.assumed(case.seq_len, case.dtype, case.capacity)
+    again = [one for one in RECOMPUTE if case.recompute in (None, one)]
     for mapping in _mappings(case, shape):
-        for recompute in RECOMPUTE:
+        for recompute in again:
             tried = replace(mapping, recompute=recompute)
             try:
                 fit = fits(memory(shape, tried, load, case.global_batch, POLICY), cluster.accelerator)
@@ -51,7 +53,7 @@ def choice(case: StepCase) -> tuple[Mapping, float] | OutOfMemory:
             except ConfigError:  # degrees, layers or a batch that cannot be cut so
                 break
             missing.append(fit.missing)
-            if fit:  # to do more again takes longer
+            if fit or case.recompute is not None:  # to do more again takes longer
                 seconds = model.predict().seconds
                 best = (tried, seconds) if best is None or seconds < best[1] else best
                 break
@@ -70,7 +72,8 @@ def _mappings(case: StepCase, shape: ModelShape) -> Iterator[Mapping]:
             continue
         layers = shape.layers // first.parallel.pp
         virtual = [v for v in range(1, layers + 1) if not layers % v] if first.parallel.pp > 1 else [1]
-        for vpp, micro_batch in product(virtual, MICRO_BATCHES):
+        told = [first.virtual] if "vpp" in text else virtual
+        for vpp, micro_batch in product(told, MICRO_BATCHES if case.micro_batch is None else (case.micro_batch,)):
             yield replace(first, virtual=vpp, micro_batch=micro_batch)
 
 

@@ -4,8 +4,9 @@
 
 A pass is the sum of its operators (``operators.py``) less what is hidden of them (``beside.py``), and with "fsdp" the
 transfers of its weights (``weights.py``). Otherwise gradients are summed and weights gathered behind the last pass;
-with overlap "inter" or "all" beside the last micro-batch's backward and the first one's forward: all but a layer's.
-With overlap "none" ranks wait for what a neighbour stage sends, else transfers between stages run beside passes.
+with any overlap but "none" beside the last micro-batch's backward and the first one's forward: all but a layer's.
+With overlap "none" ranks wait for what a neighbour stage sends, else transfers between stages run beside passes
+("outer": of virtual stages only).
 """
 
 from __future__ import annotations
@@ -172,7 +173,7 @@ class StepModel:
     def _replayed(self, micro_batches: int) -> tuple[PassOrder, Plan, Floats]:
         mapping = self.place.mapping
         order, plan = _graph(
-            mapping.schedule, mapping.parallel.pp, micro_batches, mapping.virtual, mapping.overlap == "none"
+            mapping.schedule, mapping.parallel.pp, micro_batches, mapping.virtual, mapping.waits_for_stages
         )
         each = self._each + self._waits
         takes = PassSeconds(each[:, 0], each[:, 1] / 2, each[:, 1] / 2).of(order)

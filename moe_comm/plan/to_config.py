@@ -69,7 +69,9 @@ def train_config(question: Question, candidate: Candidate) -> str:
 def differences(question: Question, candidate: Candidate) -> tuple[str, ...]:
     """What ``moe-comm train`` does otherwise than the plan assumes, so that steps take longer or memory is less."""
     mapping, policy, found = candidate.mapping, question.policy, []
-    if mapping.overlap != "none" and not _interleaves(question, mapping):
+    if mapping.overlap == "outer" and mapping.sharding != "fsdp":
+        found.append("gradients are summed and weights gathered behind the last pass, not beside passes")
+    if mapping.overlap in ("inter", "all") and not _interleaves(question, mapping):
         found.append(
             "transfers hide behind the products next to them, in chunks, but not beside other operators: that takes "
             "two micro-batches in turns, an even number of them, no pipeline, no fsdp and no full recomputing"
@@ -90,7 +92,7 @@ def _parallel(question: Question, mapping: Mapping) -> Table[str, object]:
         found |= {"schedule": schedule or mapping.schedule}
         found |= {"virtual": mapping.virtual} if schedule is None else {}
     found["sharding"] = mapping.sharding
-    if mapping.overlap != "none":
+    if mapping.overlap in ("inter", "all"):
         found |= {"overlap_chunks": "auto", "interleave": _interleaves(question, mapping)}
     return found
 

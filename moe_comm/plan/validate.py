@@ -274,6 +274,10 @@ def _checked(table: Table, predict_step: PredictStep | None) -> list[Checked]:
             raise ConfigError(f"table {table.name}: {table.unit} is not a unit of operators")
         if table.unit == "mfu %":
             return 100 * mfu(case, taken)
+        if table.unit == "tokens/s":
+            return tokens_per_s(case, taken)
+        if table.unit == "tflops":
+            return tokens_per_s(case, taken) * model_named(case.model).model_flops(case.seq_len, causal=False) / 1e12
         first = table.rows[0].what
         base = step(first) if isinstance(first, StepCase) else None
         return None if base is None else base / taken
@@ -299,6 +303,11 @@ def mfu(case: StepCase, seconds: float) -> float:
     accelerator = cluster_named(case.machine).accelerator
     flops = model_named(case.model).model_flops(case.seq_len) * case.seq_len * case.global_batch
     return flops / (seconds * case.gpus * accelerator.peak(case.dtype))
+
+
+def tokens_per_s(case: StepCase, seconds: float) -> float:
+    """Of each accelerator, in a step of so many seconds."""
+    return case.seq_len * case.global_batch / (seconds * case.gpus)
 
 
 def _rankings(rows: Sequence[Checked], lower_is_better: bool) -> list[Ranking]:

@@ -22,11 +22,12 @@ MASTER = BYTES["fp32"]
 GRADIENT_BYTES = MASTER
 STATE_BYTES = 2 * MASTER * 3 + GRADIENT_BYTES
 """That AdamW reads and writes for an element: master and two moments both ways, and the gradient."""
-SLOW_RING = 174.4
+SLOW_RING = 169.8
 """Ranks with which a ring that gathers sharded experts takes twice as long as its links would: gigabytes for each
 layer, so that nothing is fetched ahead, and every step waits for the slowest of them all. Of rings through several
 ranks of each host; those of one rank a host, as with expert parallelism within hosts, reach their links' rate. Fitted
-on FSDP's Mixtral 8x22B in MoE Parallel Folding's table 3 (arXiv 2504.14960)."""
+on FSDP's Mixtral 8x22B in MoE Parallel Folding's table 3 (arXiv 2504.14960). Of experts only: published FSDP runs of
+dense models on many hosts (torchtitan, NeMo AutoModel, llm-foundry) get what all NICs give."""
 
 
 def weight_bytes(dtype: str) -> int:
@@ -78,19 +79,24 @@ class Weights:
         for stage, (dense, experts) in enumerate(self.held.tolist()):
             if (dense, experts) not in known:
                 gather = scatter = 0.0
-                for count, span, slow in zip((dense, experts), self.spans, (False, True), strict=True):
-                    times = 1 + span.ranks / SLOW_RING if slow and span.hosts > 1 and span.fewest > 1 else 1.0
-                    gather += self._one_ring(count * self.size, span, times, "all_gather")
-                    scatter += self._one_ring(count * GRADIENT_BYTES, span, times, "reduce_scatter")
+                for count, span, moves in zip((dense, experts), self.spans, (self._rings, self._one_ring), strict=True):
+                    gather += moves(count * self.size, span, "all_gather")
+                    scatter += moves(count * GRADIENT_BYTES, span, "reduce_scatter")
                 known[dense, experts] = (gather, gather + scatter)
             found[stage] = known[dense, experts]
         return found
 
-    def _one_ring(self, num_bytes: float, span: Span, times: float, way: str) -> float:
-        """Seconds of a collective of sharded weights: one ring, which leaves each host by one NIC. Published FSDP runs
-        on many hosts get about what that gives, never what all NICs would."""
+    def _rings(self, num_bytes: float, span: Span, way: str) -> float:
+        """Seconds of a collective, which leaves each host by all NICs of the group's ranks there."""
+        moved: Moved = getattr(self.place.cluster, way)(num_bytes, span)
+        return moved.seconds
+
+    def _one_ring(self, num_bytes: float, span: Span, way: str) -> float:
+        """Seconds of a collective of sharded experts: one ring, which leaves each host by one NIC, and slower the more
+        ranks it has (``SLOW_RING``)."""
         one = replace(span, parts=tuple(replace(part, fewest=1) for part in span.parts))
         moved: Moved = getattr(self.place.cluster, way)(num_bytes, one)
+        times = 1 + span.ranks / SLOW_RING if span.hosts > 1 and span.fewest > 1 else 1.0
         return moved.latency_s + (moved.seconds - moved.latency_s) * times
 
     def after(self, rank: int) -> dict[str, Moved]:

@@ -14,6 +14,7 @@ from moe_comm.layers.moe_config import MoEConfig, ZeroExperts
 from moe_comm.layers.router import RouterConfig
 from moe_comm.plan.model import ModelShape
 from moe_comm.plan.model_block import FAMILY
+from moe_comm.plan.model_dense import DENSE
 from moe_comm.plan.model_names import MODELS
 
 GQA = TransformerConfig(
@@ -113,6 +114,47 @@ def test_published_sizes(name: str) -> None:
     assert shape.params / 1e9 == pytest.approx(total, rel=0.01)
     counted = shape.active - (0 if with_embedding else shape.embedding_block.params)
     assert counted / 1e9 == pytest.approx(active, rel=0.02)  # two digits are published
+
+
+# Billions as published (sources in model_dense.py); llm-foundry's README has all digits.
+PUBLISHED_DENSE = {
+    "llama2-13b": 13.0,
+    "llama2-70b": 69.0,
+    "llama3-8b": 8.03,
+    "llama3-70b": 70.6,
+    "llama3-405b": 405.9,
+    "nemotron4-15b": 3.2 + 12.5,
+    "nemotron4-340b": 9.4 + 331.6,
+    "gpt3-175b": 175.0,
+    "megatron-1.7b": 1.7,
+    "megatron-7.1b": 7.1,
+    "megatron-16b": 16.0,
+    "megatron-32b": 32.0,
+    "megatron-70b": 70.0,
+    "megatron-119b": 119.0,
+    "megatron-177b": 177.0,
+    "megatron-314b": 314.0,
+    "megatron-462b": 462.0,
+    "mpt-1b": 1.315950592,
+    "mpt-3b": 2.651837440,
+    "mpt-7b": 6.658859008,
+    "mpt-13b": 12.853954560,
+    "mpt-30b": 29.975214080,
+    "mpt-70b": 64.862437376,
+}
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_published_sizes_of_dense_models(name: str) -> None:
+    shape = DENSE[name]
+    assert shape.params / 1e9 == pytest.approx(PUBLISHED_DENSE[name], rel=0.03 if name == "megatron-1.7b" else 0.02)
+    assert shape.moe_layers == 0 and shape.params - shape.active < 1
+
+
+def test_grok_has_the_flops_that_its_recipe_counts() -> None:
+    """NVIDIA/dgxc-benchmarking, grok1: attention, experts and head, the causal half of attention's square."""
+    recipe = 53_150_220_288 + 463_856_467_968 + 4_728_029_184
+    assert MODELS["grok-1"].model_flops(8192) == pytest.approx(recipe, rel=1e-3)
 
 
 def test_a_split_expert_is_as_large_as_its_parts() -> None:

@@ -48,6 +48,24 @@ def test_products_are_the_models_whatever_the_mapping(model: str, mapping: str) 
     assert sum(one.flops for one in head.forward) == pytest.approx(2 * SEQ / p.cp * shape.vocab * shape.hidden / p.tp)
 
 
+def test_fp8_products_take_cast_rows_and_router_and_head_stay_in_bf16() -> None:
+    """4 bytes for each element that goes in: rows of K columns in forward, gradients of N in backward."""
+    fp8, bf16 = operators("mixtral-8x7b", "ep=8", dtype="fp8"), operators("mixtral-8x7b", "ep=8", dtype="bf16")
+    layer, other = fp8.layer("moe"), bf16.layer("moe")
+    assert not named(other.forward, "cast") and not named(fp8.head().forward, "cast")
+    rows, hidden, ffn = SEQ, 4096, 14336
+    into = rows * (hidden + hidden) + 2 * rows * (hidden + ffn)
+    out_of = rows * (6144 + hidden) + 2 * rows * (2 * ffn + hidden)
+    assert sum(one.bytes for one in named(layer.forward, "cast")) == pytest.approx(4 * into)
+    assert sum(one.bytes for one in named(layer.backward, "cast")) == pytest.approx(4 * out_of)
+    assert fp8.head().seconds() == bf16.head().seconds()
+    assert [one.seconds for one in named(layer.forward, "router")] == [
+        one.seconds for one in named(other.forward, "router")
+    ]
+    up, slower = (named(one.forward, "experts up")[0].seconds for one in (layer, other))
+    assert up < 0.7 * slower
+
+
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_volumes_are_those_of_the_published_formulas(n: int) -> None:
     """MegaScale-MoE (2505.11432), section 3: elements that a rank sends for a batch b s h of its group."""

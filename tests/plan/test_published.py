@@ -48,13 +48,23 @@ def by_name() -> dict[str, Any]:
 
 def test_every_table_ships_with_its_source_and_a_known_machine() -> None:
     assert set(by_name()) == {
+        "automodel",
+        "bridge-b200",
+        "bridge-h100",
         "folding",
+        "llm-foundry-a100",
+        "llm-foundry-h100",
+        "mcore-mixtral",
         "megascale",
         "megascale-ablation",
+        "megatron-weak",
+        "nemo-dense",
+        "nemo-grok",
         "parallelkittens",
         "flux-dense",
         "flux-moe-h800",
         "flux-moe-l20",
+        "torchtitan-a100",
     }
     for table in tables():
         assert table.source
@@ -100,6 +110,14 @@ def test_a_table_is_read_as_written() -> None:
     assert two.what.machine == "h100"
 
 
+def test_what_a_source_tells_is_kept() -> None:
+    data: Any = copy.deepcopy(GOOD)
+    data["rows"][1]["step"] |= {"micro_batch": 3, "recompute": "full"}
+    told, silent = from_json(data).rows[1].what, from_json(GOOD).rows[1].what
+    assert isinstance(told, StepCase) and (told.micro_batch, told.recompute) == (3, "full")
+    assert isinstance(silent, StepCase) and (silent.micro_batch, silent.recompute) == (None, None)
+
+
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
@@ -121,6 +139,9 @@ def test_a_table_is_read_as_written() -> None:
         (("rows", 0, "step"), {}, "either operator or step"),
         (("rows", 1, "step", "free"), "ep", "free must be"),
         (("rows", 1, "step", "machine"), "h100", "unknown key 'machine'"),
+        (("rows", 1, "step", "micro_batch"), 0, "micro_batch must be at least 1"),
+        (("rows", 1, "step", "micro_batch"), True, "micro_batch must be"),
+        (("rows", 1, "step", "recompute"), "some", "recompute must be one of"),
         (("rows", 1, "case"), "one", "there twice"),
         (("rows", 1, "fits"), "fused.GROUPED", "at most one row of a"),
     ],

@@ -101,6 +101,14 @@ def test_sharded_weights_cost_what_computing_does_not_hide() -> None:
     assert seen < 0.25 * hidden, "16 times the work hides all but what computing loses by it"
 
 
+def test_sharded_weights_of_a_dense_model_leave_a_host_by_all_of_its_nics() -> None:
+    """On 8 hosts of 8, each NIC carries an eighth of what passes: 2 bytes twice, 4 bytes once for each parameter."""
+    found = step("llama3-70b", "", 64, sharding="fsdp", batch=64)
+    parameters, rate = model_named("llama3-70b").params, 50e9 * 0.9
+    expected = 8 * parameters * (63 / 64) / 8 / rate
+    assert found.breakdown["sharded weights"] == pytest.approx(expected, rel=0.02)
+
+
 PUBLISHED = [
     ("mixtral-8x22b", "tp=2,pp=8,ep=4", True, 128, 46.3),
     ("qwen2-57b-a14b", "tp=2,pp=4,ep=4", True, 64, 35.3),
@@ -142,6 +150,18 @@ def test_more_overlap_hides_more_and_what_is_hidden_is_told(mapping: str) -> Non
     parts = ("expert gradients", "dense gradients", "dense weights", "expert weights")
     hidden = sum(inter.hidden.get(name, 0.0) for name in parts)
     assert inter.breakdown["gradients and weights"] + hidden == pytest.approx(none.breakdown["gradients and weights"])
+
+
+@pytest.mark.parametrize("virtual", [1, 4])
+def test_outer_overlap_hides_what_moves_between_passes_and_nothing_within(virtual: int) -> None:
+    mapping = f"tp=2,pp=4,vpp={virtual},ep=4" if virtual > 1 else "tp=2,pp=4,ep=4"
+    none, outer, inter = (step("mixtral-8x7b", mapping, 64, overlap=name) for name in ("none", "outer", "inter"))
+    assert none.seconds > outer.seconds > inter.seconds
+    within = ("dispatch", "combine", "attention gather", "attention scatter", "products", "memory passes")
+    assert {name: outer.breakdown[name] for name in within} == {name: none.breakdown[name] for name in within}
+    assert {name.split()[-1] for name in outer.hidden} == {"gradients", "weights"}
+    assert outer.breakdown["gradients and weights"] == pytest.approx(inter.breakdown["gradients and weights"], abs=0.1)
+    assert (outer.breakdown["pipeline"] < none.breakdown["pipeline"]) == (virtual > 1), "Megatron's 1F1B waits"
 
 
 def test_weights_move_in_the_dtype_that_computes() -> None:

@@ -93,6 +93,10 @@ def test_overlap_is_written_as_far_as_training_has_it(tmp_path: Path) -> None:
     piped = Mapping.parse("pp=2,ep=2", 4, overlap="all")
     config = written(asked, piped, tmp_path)
     assert not config.parallel.interleave and config.parallel.overlap_chunks == "auto"
+    outer = Mapping.parse("ep=4", 4, overlap="outer")
+    assert written(asked, outer, tmp_path).parallel.overlap_chunks == 0
+    assert "behind the last pass" in differences(asked, asked.candidate(outer))[0]
+    written(asked, piped, tmp_path)
     (told,) = differences(asked, asked.candidate(piped))
     assert f"# Otherwise than planned: {told}." in (tmp_path / "planned.toml").read_text()
 

@@ -103,6 +103,18 @@ def test_mfu_is_model_flops_over_the_peak() -> None:
     assert report.rows[0].predicted == pytest.approx(100 * mfu(STEP, 2.0))
 
 
+def test_rates_are_of_each_accelerator_and_flops_count_attention_in_full() -> None:
+    """In 2 s each of 8 takes a sequence of 4096; dense ones by Megatron's formula of before March 2025."""
+    tokens = checked(row("a", "one", 1.0, 2.0), unit="tokens/s")
+    assert tokens.rows[0].predicted == pytest.approx(4096 / 2)
+    table = Table("t", "source", "h100", "tflops", ("note",), (row("a", "one", 1.0, 2.0),))
+    layers, hidden, vocab, seq = 96, 12288, 51200, 2048
+    gpt = replace(table.rows[0], what=replace(step(2.0), model="gpt3-175b", seq_len=seq))
+    per_token = 72 * layers * hidden**2 * (1 + seq / (6 * hidden) + vocab / (12 * layers * hidden))
+    report = validate(read, [replace(table, rows=(gpt,))])
+    assert report.rows[0].predicted == pytest.approx(per_token * seq / 2 / 1e12, rel=1e-3)
+
+
 def test_steps_are_left_out_without_a_function_and_predicted_once_with_it() -> None:
     without = {item.table for item in validate().rows}
     assert without == {"flux-dense", "flux-moe-h800", "flux-moe-l20", "parallelkittens"}
