@@ -119,8 +119,8 @@ def _made(kind: type[T], data: Any, where: str) -> T:
 def _plain(kind: type, name: str, value: Any, place: str) -> Any:
     """A number, a text, or numbers by dtype, of the type that the field must have."""
     if (kind, name) in _TEXTS:
-        if not isinstance(value, str) or not value:
-            raise ConfigError(f"{place}: expected a text, got {value!r}")
+        if not isinstance(value, str) or not value or not value.isprintable():
+            raise ConfigError(f"{place}: expected a text of one line, got {value!r}")
         return value
     if (kind, name) in _RATES:
         if not isinstance(value, dict):

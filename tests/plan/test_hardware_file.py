@@ -122,6 +122,7 @@ def changed(place: str, value: Any) -> Any:
         ("cluster.inside.latency_s", -1e-6, "latency_s must be finite and not negative"),
         ("cluster.between.latency_s", "fast", "between.latency_s: expected a number, got 'fast'"),
         ("cluster.between.name", "", "expected a text"),
+        ("cluster.accelerator.name", "h100\n[run]", "expected a text of one line"),
         ("cluster.across", [], "cluster.across: expected an object"),
         ("cluster.accelerator.flops.int4", 1.0, "no dtype 'int4'"),
         ("cluster.accelerator.flops.bf16", ..., "for the same dtypes"),
