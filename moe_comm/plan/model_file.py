@@ -22,8 +22,8 @@ from moe_comm.runtime.untrusted import parse_object, read_bounded, shown
 
 FILE_BYTES = 1 << 20
 """A description of a model is never longer."""
-MOST = 1 << 40
-"""No width or count is larger."""
+MOST, MOST_LAYERS, MOST_PARAMS = 1 << 30, 1 << 12, 1 << 60
+"""No width or count is larger, no model has more layers, or more parameters: sums over them stay exact and short."""
 
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers")
 _VOCAB = ("vocab_size",)
@@ -137,7 +137,7 @@ def shape_of_hugging_face(config: Mapping[str, Any], where: str = "config.json")
     family = _family(read, kind)
     # LongCat-Flash counts its layers' two attentions as layers in num_hidden_layers.
     layers, hidden, heads = (
-        read.count(("num_layers", "num_hidden_layers") if family.shortcut else _LAYERS),
+        read.count(("num_layers", "num_hidden_layers") if family.shortcut else _LAYERS, MOST_LAYERS),
         read.count(_HIDDEN),
         read.count(_HEADS),
     )
@@ -156,7 +156,7 @@ def shape_of_hugging_face(config: Mapping[str, Any], where: str = "config.json")
     both = read.flag("attention_bias")
     shared = _shared_ffn(read, kind, expert_ffn or 0, family) if experts else 0
     blocks_norms = 1 if family.parallel else 2
-    return ModelShape(
+    shape = ModelShape(
         name=_title(Path(where)) or kind,
         layers=layers,
         hidden=hidden,
@@ -186,6 +186,9 @@ def shape_of_hugging_face(config: Mapping[str, Any], where: str = "config.json")
         layer_vectors=hidden * (family.norms + blocks_norms * family.norm_bias) + heads * family.sinks,
         head_vectors=hidden * family.norm_bias + read.count(_VOCAB) * read.flag("lm_head_bias"),
     )
+    if shape.params > MOST_PARAMS:
+        raise ConfigError(f"{where}: {shape.params:,} parameters; no model has more than {MOST_PARAMS:,}")
+    return shape
 
 
 def _family(read: _Reader, kind: str) -> Family:
@@ -226,7 +229,7 @@ class _Reader:
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self.config, self.where = config, where
 
-    def optional(self, *names: str, least: int = 0) -> int | None:
+    def optional(self, *names: str, least: int = 0, most: int = MOST) -> int | None:
         """A whole number; None: no such key, or null."""
         name = next((name for name in names if self.config.get(name) is not None), None)
         if name is None:
@@ -234,13 +237,14 @@ class _Reader:
         value = self.config[name]
         if isinstance(value, list) and value and value.count(value[0]) == len(value):  # the same for each layer
             value = value[0]
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
-            raise ConfigError(f"{self.where}: {name} must be a whole number from {least}; got {shown(value)}")
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            kind = f"a whole number from {least} to {most:,}"
+            raise ConfigError(f"{self.where}: {name} must be {kind}; got {shown(value)}")
         return value
 
-    def count(self, names: tuple[str, ...]) -> int:
+    def count(self, names: tuple[str, ...], most: int = MOST) -> int:
         """A whole number of at least 1 that must be there."""
-        value = self.optional(*names, least=1)
+        value = self.optional(*names, least=1, most=most)
         if value is None:
             others = f" (or {', '.join(names[1:])})" if names[1:] else ""
             raise ConfigError(f"{self.where}: key {names[0]!r} is missing{others}")
