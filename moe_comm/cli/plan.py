@@ -128,9 +128,10 @@ def plan(
     elif validate:
         _validate(json_out)
     else:
-        for name, number in (("--capacity-factor", capacity_factor), ("--imbalance", imbalance)):
-            if number is not None and not 0 < number < math.inf:
-                raise ConfigError(f"{name} must be a finite number above 0; got {number}")
+        if capacity_factor is not None and not 0 < capacity_factor < math.inf:
+            raise ConfigError(f"--capacity-factor must be a finite number above 0; got {capacity_factor}")
+        if imbalance is not None and not 1 <= imbalance < math.inf:
+            raise ConfigError(f"--imbalance must be a finite number from 1; got {imbalance}")
         if mapping is not None and top is not None:
             raise ConfigError("--top is for a search; --mapping predicts one mapping")
         if model is None or gpus is None or hardware is None or seq_len is None or global_batch is None:

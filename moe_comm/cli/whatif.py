@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moe_comm.cli.options import load
+from moe_comm.cli.options import JsonOut, load
 from moe_comm.errors import ConfigError
 
 app = typer.Typer()
@@ -19,13 +19,15 @@ def whatif(
     steps: Annotated[
         str | None, typer.Option(metavar="A:B", help="Only steps A to B.  [default: all whose spans were written]")
     ] = None,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all numbers to FILE.")] = None,
+    json_out: JsonOut = None,
     page: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page of HTML with a heat map of the workers to FILE.")
     ] = None,
 ) -> None:
     """Say how much slower a run was than if nothing had been slower than its like, and what made it so."""
-    told = load("moe_comm.plan.whatif_text", "observe")
+    report, told = load("moe_comm.bench.report", "bench"), load("moe_comm.plan.whatif_text", "observe")
+    for path in (json_out, page):
+        report.check_writable(None if path is None else str(path))
     what_if = load("moe_comm.plan.whatif", "observe").what_if
     if run.is_dir():
         chosen = None if steps is None else load("moe_comm.observe.trace", "observe").parse_steps(steps)
@@ -36,9 +38,8 @@ def whatif(
     else:
         published = load("moe_comm.plan.straggler_trace", "data")
         found = what_if(published.straggler_graph(published.read_straggler_trace(run)))
-    typer.echo(told.text(found))
-    if json is not None:
-        told.write_json(found, json)
+    report.write_json(told.summary(found), json_out)
+    typer.echo(told.text(found), err=json_out == "-")
     if page is not None:
         load("moe_comm.plan.whatif_page", "observe").write_page(found, page, run.absolute().name)
-        typer.echo(f"wrote {page} ({page.stat().st_size / 2**20:.1f} MiB)")
+        typer.echo(f"wrote {page} ({page.stat().st_size / 2**20:.1f} MiB)", err=json_out == "-")

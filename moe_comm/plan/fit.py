@@ -54,7 +54,8 @@ def fits(memories: Sequence[RankMemory], accelerator: Accelerator, reserve: int 
     """
     if not 0 <= reserve < accelerator.memory_bytes:
         raise ConfigError(
-            f"reserve must be from 0 to less than the accelerator's {accelerator.memory_bytes} bytes; got {reserve}"
+            f"accelerator {accelerator.name!r} has {accelerator.memory_bytes:,} bytes, and a reserve of {reserve:,} of "
+            f"them, for what is no tensor, would leave nothing"
         )
     return Fit(worst(memories), accelerator.memory_bytes - reserve)
 

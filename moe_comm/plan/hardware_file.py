@@ -22,6 +22,8 @@ from moe_comm.plan.hardware import Accelerator, Cluster, Pod, Tile
 FORMAT, VERSION = "moe_comm hardware", 1
 LONGEST = 2**20
 """Bytes: a longer file is not a description."""
+LEAST, MOST = 1e-30, 1e24
+"""As little as calibrations make of a latency that they do not see, and a million times what any machine does a second: between them no sum of a step overflows."""
 
 T = TypeVar("T")
 _MADE_OF: dict[tuple[type, str], type] = {
@@ -117,8 +119,8 @@ def _made(kind: type[T], data: Any, where: str) -> T:
 def _plain(kind: type, name: str, value: Any, place: str) -> Any:
     """A number, a text, or numbers by dtype, of the type that the field must have."""
     if (kind, name) in _TEXTS:
-        if not isinstance(value, str) or not value:
-            raise ConfigError(f"{place}: expected a text, got {value!r}")
+        if not isinstance(value, str) or not value or not value.isprintable():
+            raise ConfigError(f"{place}: expected a text of one line, got {value!r}")
         return value
     if (kind, name) in _RATES:
         if not isinstance(value, dict):
@@ -130,6 +132,6 @@ def _plain(kind: type, name: str, value: Any, place: str) -> Any:
 def _number(value: Any, place: str) -> int | float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{place}: expected a number, got {value!r}")
-    if isinstance(value, int) and abs(value) >= 2**63:  # JSON's whole numbers have no end
-        raise ConfigError(f"{place}: expected a number below 2**63")
+    if value and not LEAST <= abs(value) <= MOST:
+        raise ConfigError(f"{place}: expected a number that hardware has, from {LEAST:g} to {MOST:g}, or 0")
     return value

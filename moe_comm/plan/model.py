@@ -42,6 +42,8 @@ class ModelShape:
     window: a token sees this many tokens, itself included; None: all before it. full_layers: layers without window.
     zero_experts: zero-computation experts that the router can choose beside the real ones.
     parallel_block: attention and feed-forward read one norm's output. shortcut: LongCat-Flash's layer.
+    layer_vectors: elements of a layer's other vectors: norms behind blocks, norms' biases, attention's sinks.
+    head_vectors: of the final norm's and the head's biases.
     """
 
     name: str
@@ -72,6 +74,8 @@ class ModelShape:
     zero_experts: int = 0
     parallel_block: bool = False
     shortcut: bool = False
+    layer_vectors: int = 0
+    head_vectors: int = 0
 
     def __post_init__(self) -> None:
         self._check(min(self.layers, self.hidden, self.heads, self.vocab) >= 1, "layers, hidden, heads, vocab: >= 1")
@@ -86,6 +90,7 @@ class ModelShape:
         self._check(0 <= self.full_layers <= self.layers, "full_layers must be among the layers")
         self._check(self.window is None or self.window >= 1, "window must be at least 1, or None")
         self._check(min(self.shared_ffn, self.dense_ffn, self.zero_experts) >= 0, "widths cannot be negative")
+        self._check(min(self.layer_vectors, self.head_vectors) >= 0, "vectors cannot be negative")
         self._check(self.qk_norm in get_args(QKNorm), f"qk_norm must be one of {', '.join(get_args(QKNorm))}")
         if self.moe_layers:
             self._check(self.experts >= 1, "without experts, all layers must be dense (dense_layers = layers)")
@@ -181,7 +186,8 @@ class ModelShape:
     @cached_property
     def head_block(self) -> Block:
         """Final norm and output projection."""
-        return Block("head", (self._norm, Weight("head", "head", self.hidden, self.vocab, owned=not self.tie)))
+        head = Weight("head", "head", self.hidden, self.vocab, owned=not self.tie)
+        return Block("head", (self._norm, *self._vectors("norms", "vectors", self.head_vectors), head))
 
     @cached_property
     def attention_block(self) -> Block:
@@ -204,7 +210,8 @@ class ModelShape:
             inside += self._vectors("qkv", "norm", latent.kv_rank + q_rank)
             inside += self._vectors("qkv", "bias", (down + q_rank) * self.qkv_bias)
         after = [Weight("out", "out", out, hidden), *self._vectors("out", "bias", hidden * self.out_bias)]
-        return Block("attention", (self._norm, *inside, *after), 2 * (queries + out))
+        others = self._vectors("norms", "vectors", self.layer_vectors)
+        return Block("attention", (self._norm, *others, *inside, *after), 2 * (queries + out))
 
     @cached_property
     def dense_block(self) -> Block:

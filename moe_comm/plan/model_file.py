@@ -2,7 +2,7 @@
 
 ``config.json`` is read as plain JSON, so any model's will do, of a family that is known here or not, and transformers
 need not be installed. What families call the same thing stands in one table of names; what they do without saying (the
-bias of Qwen2's projections, the norms of Qwen3's queries) stands in ``_FAMILIES``. Nothing that is needed has a
+bias of Qwen2's projections, the norms of Qwen3's queries) stands in ``model_families``. Nothing that is needed has a
 default: a key that is missing is an error that names it.
 """
 
@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from moe_comm.errors import ConfigError
-from moe_comm.layers.config import QKNorm
 from moe_comm.plan.model import Latent, ModelShape
 from moe_comm.plan.model_dense import DENSE
+from moe_comm.plan.model_families import FAMILIES, NOT_MODELLED, REFUSED, Family
 from moe_comm.plan.model_names import MODELS as WITH_EXPERTS
 from moe_comm.runtime.untrusted import parse_object, read_bounded, shown
 
@@ -25,66 +25,25 @@ MODELS = WITH_EXPERTS | DENSE
 """Every model that is known by name."""
 FILE_BYTES = 1 << 20
 """A description of a model is never longer."""
-MOST = 1 << 40
-"""No width or count is larger."""
+MOST, MOST_LAYERS, MOST_PARAMS = 1 << 30, 1 << 12, 1 << 60
+"""No width or count is larger, no model has more layers, or more parameters: sums over them stay exact and short."""
 
-_LAYERS = ("num_hidden_layers", "num_layers")
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layers")
 _VOCAB = ("vocab_size",)
 _HIDDEN = ("hidden_size", "d_model")
 _HEADS = ("num_attention_heads", "n_heads")
-_KV_HEADS = ("num_key_value_heads",)
+_KV_HEADS = ("num_key_value_heads", "kv_n_heads")
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
 _EXPERT_FFN = ("moe_intermediate_size", "expert_ffn_hidden_size")
 _FFN = ("intermediate_size", "ffn_hidden_size")
-_NOT_MODELLED = (
-    "interleave_moe_layer_step",
-    "intermediate_size_mlp",
-    "attn_type_list",
-    "linear_num_value_heads",
-    "full_attention_interval",
-    "attn_layer_period",
-    "hybrid_override_pattern",
-    "mamba_d_state",
-    "use_cla",
-    "index_topk",
+_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
+_SHARED_FFN = (
+    "shared_expert_intermediate_size",
+    "shared_intermediate_size",
+    "moe_shared_expert_intermediate_size",
 )
-"""Settings that change what a layer costs in ways that ``ModelShape`` does not have: refused, not overlooked."""
-
-
-@dataclass(frozen=True)
-class _Family:
-    """What a family's ``config.json`` leaves unsaid.
-
-    qkv_bias: its attention has biases whatever the file says. out_bias: the output projection has one, too, when
-        ``attention_bias`` is set. vectors: of router and experts.
-    """
-
-    qk_norm: QKNorm = "none"
-    qkv_bias: bool = False
-    out_bias: bool = True
-    shared_gate: bool = False
-    vectors: bool = False
-    moe: bool = True
-    shortcut: bool = False
-
-
-_FAMILIES: dict[str, _Family] = {
-    "mixtral": _Family(),
-    "qwen2_moe": _Family(qkv_bias=True, out_bias=False, shared_gate=True),
-    "qwen3_moe": _Family("head"),
-    "olmoe": _Family("full"),
-    "deepseek_v2": _Family(),
-    "deepseek_v3": _Family(),
-    "glm4_moe": _Family(out_bias=False),
-    "phimoe": _Family(),
-    "gpt_oss": _Family(vectors=True),
-    "longcat_flash": _Family(shortcut=True),
-    "llama": _Family(moe=False),
-    "mistral": _Family(moe=False),
-    "qwen2": _Family(qkv_bias=True, out_bias=False, moe=False),
-    "qwen3": _Family("head", moe=False),
-}
+_FIRST_DENSE = ("first_k_dense_replace", "moe_layer_start_index", "moe_layer_num_skipped")
 
 
 def model_named(text: str) -> ModelShape:
@@ -173,17 +132,15 @@ def shape_of_hugging_face(config: Mapping[str, Any], where: str = "config.json")
     inner = config.get("text_config")
     if isinstance(inner, Mapping) and not any(key in config for key in _HIDDEN):
         config = inner
+    for part in ("attn_config", "ffn_config"):  # DBRX
+        nested = config.get(part)
+        config = {**nested, **config} if isinstance(nested, Mapping) else config
     read = _Reader(config, where)
-    strange = [key for key in _NOT_MODELLED if config.get(key) not in (None, False, 0, 1)]
-    if strange:
-        raise ConfigError(f"{where}: {strange[0]} = {shown(config[strange[0]])} is not modelled")
     kind = read.text("model_type")
-    family = _FAMILIES.get(kind, _Family(qk_norm="head" if read.flag("use_qk_norm") else "none"))
-    if kind == "glm4_moe" and read.flag("use_qk_norm"):
-        family = _Family("head", out_bias=False)
+    family = _family(read, kind)
     # LongCat-Flash counts its layers' two attentions as layers in num_hidden_layers.
     layers, hidden, heads = (
-        read.count(_LAYERS[::-1] if family.shortcut else _LAYERS),
+        read.count(("num_layers", "num_hidden_layers") if family.shortcut else _LAYERS, MOST_LAYERS),
         read.count(_HIDDEN),
         read.count(_HEADS),
     )
@@ -198,11 +155,11 @@ def shape_of_hugging_face(config: Mapping[str, Any], where: str = "config.json")
         if dense:
             raise ConfigError(f"{where}: {_EXPERT_FFN[0]} is missing, the width of an expert beside dense layers")
         expert_ffn = read.count(_FFN)
-    window, full_layers = _window(read, layers)
-    biased = family.qkv_bias if "qkv_bias" not in config else read.flag("qkv_bias")
-    biased, both = biased or read.flag("attention_bias"), read.flag("attention_bias") and family.out_bias
-    shared = _shared_ffn(read, kind, expert_ffn or 0) if experts else 0
-    return ModelShape(
+    window, full_layers = _window(read, layers, family)
+    both = read.flag("attention_bias")
+    shared = _shared_ffn(read, kind, expert_ffn or 0, family) if experts else 0
+    blocks_norms = 1 if family.parallel else 2
+    shape = ModelShape(
         name=_title(Path(where)) or kind,
         layers=layers,
         hidden=hidden,
@@ -217,18 +174,51 @@ def shape_of_hugging_face(config: Mapping[str, Any], where: str = "config.json")
         dense_layers=dense,
         dense_ffn=read.count(_FFN) if dense or family.shortcut else 0,
         latent=latent,
-        tie=read.flag("tie_word_embeddings"),
+        tie=read.flag("tie_word_embeddings", family.tie),
         qk_norm=family.qk_norm,
-        qkv_bias=biased,
-        out_bias=both,
-        router_bias=family.vectors,
+        qkv_bias=read.flag("qkv_bias", read.flag("use_qkv_bias", family.qkv_bias)) or both,
+        out_bias=read.flag("attention_out_bias", both and family.out_bias),
+        router_bias=family.vectors or family.router_vector,
         expert_bias=family.vectors,
         shared_gate=family.shared_gate and shared > 0,
         window=window,
         full_layers=full_layers,
         zero_experts=read.optional("zero_expert_num") or 0,
+        parallel_block=family.parallel,
         shortcut=family.shortcut,
+        layer_vectors=hidden * (family.norms + blocks_norms * family.norm_bias) + heads * family.sinks,
+        head_vectors=hidden * family.norm_bias + read.count(_VOCAB) * read.flag("lm_head_bias"),
     )
+    if shape.params > MOST_PARAMS:
+        raise ConfigError(f"{where}: {shape.params:,} parameters; no model has more than {MOST_PARAMS:,}")
+    return shape
+
+
+def _family(read: _Reader, kind: str) -> Family:
+    """What the model does unsaid. Raises ConfigError for what no ``ModelShape`` can be."""
+    config, where = read.config, read.where
+    strange = next((key for key in NOT_MODELLED if _means_something(config.get(key))), None)
+    if strange is not None:
+        raise ConfigError(f"{where}: {strange} = {shown(config[strange])} is not modelled")
+    if kind in REFUSED:
+        raise ConfigError(f"{where}: model_type {kind}: {REFUSED[kind]} is not modelled")
+    family = FAMILIES.get(kind)
+    if family is None:
+        family = Family(moe=any(config.get(key) for key in (*_EXPERTS, *_TOP_K, *_EXPERT_FFN)))
+        activation = next((config[key] for key in ("hidden_act", "hidden_activation") if config.get(key)), "silu")
+        if activation not in ("silu", "swish"):
+            raise ConfigError(
+                f"{where}: model_type {kind} is not known here, and with the activation {shown(activation)} it is open "
+                f"whether its blocks have two matrices or three"
+            )
+    if family.qk_norm == "none" and read.flag("use_qk_norm"):
+        family = replace(family, qk_norm="full" if kind in ("cohere", "cohere2_moe") else "head")
+    return family
+
+
+def _means_something(value: Any) -> bool:
+    """Whether a setting asks for what it names: it is there, and neither off nor "every 1st"."""
+    return value is True or value not in (None, False, 0, 1)
 
 
 def _title(path: Path) -> str:
@@ -242,30 +232,34 @@ class _Reader:
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self.config, self.where = config, where
 
-    def optional(self, *names: str, least: int = 0) -> int | None:
+    def optional(self, *names: str, least: int = 0, most: int = MOST) -> int | None:
         """A whole number; None: no such key, or null."""
         name = next((name for name in names if self.config.get(name) is not None), None)
         if name is None:
             return None
         value = self.config[name]
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
-            raise ConfigError(f"{self.where}: {name} must be a whole number from {least}; got {shown(value)}")
+        if isinstance(value, list) and value and value.count(value[0]) == len(value):  # the same for each layer
+            value = value[0]
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            kind = f"a whole number from {least} to {most:,}"
+            raise ConfigError(f"{self.where}: {name} must be {kind}; got {shown(value)}")
         return value
 
-    def count(self, names: tuple[str, ...]) -> int:
+    def count(self, names: tuple[str, ...], most: int = MOST) -> int:
         """A whole number of at least 1 that must be there."""
-        value = self.optional(*names, least=1)
+        value = self.optional(*names, least=1, most=most)
         if value is None:
             others = f" (or {', '.join(names[1:])})" if names[1:] else ""
             raise ConfigError(f"{self.where}: key {names[0]!r} is missing{others}")
         return value
 
-    def flag(self, name: str) -> bool:
-        """False: no such key, or null."""
+    def flag(self, name: str, default: bool = False) -> bool:
+        """default: no such key, or null."""
         value = self.config.get(name)
-        if value is not None and not isinstance(value, bool):
+        value = default if value is None else value
+        if not isinstance(value, bool):
             raise ConfigError(f"{self.where}: {name} must be true or false; got {shown(value)}")
-        return bool(value)
+        return value
 
     def text(self, name: str) -> str:
         value = self.config.get(name, "")
@@ -296,29 +290,30 @@ def _dense_layers(read: _Reader, layers: int) -> int:
         if len(kinds) != layers or not all(kind in ("dense", "sparse") for kind in kinds):
             raise ConfigError(f"{read.where}: mlp_layer_types must be dense or sparse for each of {layers} layers")
         return kinds.count("dense")
-    first = read.optional("first_k_dense_replace", "moe_layer_start_index")
+    first = read.optional(*_FIRST_DENSE)
     if first is not None:
         if isinstance(read.config.get("moe_layer_freq"), int) and read.config["moe_layer_freq"] != 1:
             step = read.count(("moe_layer_freq",))
             return sum(layer < first or layer % step != 0 for layer in range(layers))
-        return min(first, layers)
+        last, step = read.config.get("moe_layer_end_index"), read.optional("moe_layer_interval", least=1) or 1
+        last = layers if last in (None, -1) else read.optional("moe_layer_end_index") or 0
+        return sum(layer < first or layer > last or (layer + 1) % step != 0 for layer in range(layers))
     only, step = read.items("mlp_only_layers") or [], read.optional("decoder_sparse_step", least=1) or 1
     return sum(layer in only or (layer + 1) % step != 0 for layer in range(layers))
 
 
-def _shared_ffn(read: _Reader, kind: str, ffn: int) -> int:
+def _shared_ffn(read: _Reader, kind: str, ffn: int, family: Family) -> int:
     """Width of all shared experts of a layer together."""
     if kind == "qwen2_moe":
         return read.count(("shared_expert_intermediate_size",))
-    width = read.optional("shared_expert_intermediate_size", "shared_intermediate_size")
-    return (
-        width
-        if width is not None
-        else ffn * (read.optional("n_shared_experts", "num_shared_experts", "moe_num_shared_experts") or 0)
-    )
+    width, number = read.optional(*_SHARED_FFN), read.optional(*_SHARED)
+    if width is None:
+        return ffn * (family.shared if number is None else number)
+    # The width of each one of them, where the file says how many there are, too.
+    return width * (number if kind.startswith("bailing") and number else 1)
 
 
-def _window(read: _Reader, layers: int) -> tuple[int | None, int]:
+def _window(read: _Reader, layers: int, family: Family) -> tuple[int | None, int]:
     """Tokens that a windowed layer sees, and how many layers see all."""
     kinds = read.items("layer_types")
     odd = sorted({str(kind) for kind in kinds or ()} - {"sliding_attention", "full_attention"})
@@ -328,9 +323,13 @@ def _window(read: _Reader, layers: int) -> tuple[int | None, int]:
             f"got {len(kinds)}{', with ' + shown(odd[0]) if odd else ''}"
         )
     window = read.optional("sliding_window")
-    if not window or (read.config.get("use_sliding_window") is not None and not read.flag("use_sliding_window")):
+    if not window or not read.flag("use_sliding_window", True):
         return None, 0
-    if kinds is None:
-        return window, 0
-    narrow = kinds.count("sliding_attention")
+    if kinds is not None:
+        narrow = kinds.count("sliding_attention")
+    elif "use_sliding_window" in read.config and "max_window_layers" in read.config:  # Qwen: the first ones see all
+        narrow = layers - min(read.optional("max_window_layers") or 0, layers)
+    else:
+        every = read.optional("sliding_window_pattern", "_sliding_window_pattern") or family.full_every
+        narrow = layers - (layers // every if every else 0)
     return (window, layers - narrow) if narrow else (None, 0)

@@ -224,6 +224,7 @@ _GPT_OSS_120B = ModelShape(
     expert_bias=True,
     window=128,
     full_layers=18,
+    layer_vectors=64,  # sinks
 )
 
 # https://huggingface.co/meituan-longcat/LongCat-Flash-Chat config.json; arXiv 2509.01322. 560 B, of which a token uses

@@ -97,9 +97,9 @@ class Load:
         return cls(seq_len, dtype, capacity, imbalance)
 
     def busiest(self, ep: int) -> float:
-        """Rows of the busiest of ``ep`` ranks over those of each if routing were in equal parts. One that has all
-        experts has all rows of its tokens, however they are routed."""
-        rows = self.imbalance if ep > 1 else 1.0
+        """Rows of the busiest of ``ep`` ranks over those of each if routing were in equal parts: at most all rows there
+        are. One that has all experts has all rows of its tokens, however they are routed."""
+        rows = min(self.imbalance, float(ep))
         return rows if self.capacity is None else min(rows, self.capacity)
 
 

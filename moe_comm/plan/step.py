@@ -279,7 +279,9 @@ class StepModel:
         for block, times in self._times(rank):
             for name, links in block.sent.items():
                 add(name, links, times)
-        add("stages", _links(self._hop), 2 * self.micro_batches * self.place.mapping.virtual)
+        own, last = _own(self.stages)[rank], self.stages.num_stages - 1
+        hops = sum((stage < last) + (stage > 0) for stage in own)  # forward to the next one, back to the one before
+        add("stages", _links(self._hop), self.micro_batches * hops)
         for name, moved in self._after(rank).items():
             add(name, _links(moved), 1)
         return {name: links for name, links in found.items() if any(links.values())}

@@ -58,7 +58,7 @@ def train_config(question: Question, candidate: Candidate) -> str:
         *(f"Otherwise than planned: {text}." for text in differences(question, candidate)),
         *_UNKNOWN,
     ]
-    lines = [f"# {text}" for text in told]
+    lines = [f"# {' '.join(text.split())}" for text in told]  # a model's name is its folder's, whatever that is
     for name, section in sections.items():
         lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in section.items())]
     text = "\n".join(lines) + "\n"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -169,11 +167,6 @@ def _map(heat: Heat) -> list[str]:
 def _shade(value: float) -> str:
     share = (value - 1) / (_DARKEST - 1)
     return _SHADES[min(max(round(share * (len(_SHADES) - 1)), 0), len(_SHADES) - 1)]
-
-
-def write_json(found: WhatIf, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(summary(found), indent=2, allow_nan=False) + "\n")
 
 
 def _or_none(value: float) -> float | None:

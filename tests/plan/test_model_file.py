@@ -234,6 +234,8 @@ def test_a_dense_model_has_no_experts() -> None:
         ({"num_experts": -4}, "num_experts"),
         ({"vocab_size": 1 << 50}, "vocab_size"),
         ({"vocab_size": 1.5}, "vocab_size"),
+        ({"num_hidden_layers": 1 << 20}, "num_hidden_layers must be a whole number from 1 to 4,096"),
+        ({"num_experts": 1 << 30, "moe_intermediate_size": 1 << 30}, "parameters"),
         ({"hidden_size": 33}, "head_dim"),
         ({"num_experts_per_tok": 17}, "top_k"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings"),

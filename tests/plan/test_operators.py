@@ -128,6 +128,12 @@ def test_a_busy_rank_takes_longer_up_to_the_capacity() -> None:
     assert rows(experts(capacity=0.5)) == pytest.approx(0.5 * rows(even)), "what finds no slot is not computed"
 
 
+@pytest.mark.parametrize("ep", [1, 2, 4, 8])
+def test_no_rank_can_have_more_than_all_rows(ep: int) -> None:
+    assert Load(128, imbalance=3.0).busiest(ep) == min(3.0, ep)
+    assert Load(128, imbalance=1e300, capacity=1.5).busiest(ep) == min(1.5, ep)
+
+
 def test_experts_are_cut_or_whole_at_the_same_flops() -> None:
     whole, cut = (operators("mixtral-8x22b", mapping).experts() for mapping in ("ep=8", "ep=4,etp=2"))
     assert sum(one.flops for one in whole.forward) == pytest.approx(sum(one.flops for one in cut.forward))

@@ -56,6 +56,14 @@ def test_a_pipeline_of_equal_stages_idles_as_its_schedule_says() -> None:
     assert parts["pipeline"] / whole == pytest.approx(15 / 128, rel=0.15)
 
 
+@pytest.mark.parametrize(("mapping", "ways"), [("pp=2,ep=8", 1), ("pp=2,vpp=2,ep=8", 3)])
+def test_the_ends_of_a_pipeline_send_one_way_only(mapping: str, ways: int) -> None:
+    found = model("mixtral-8x22b", mapping, 16, batch=32)
+    sent = sum(found.predict().sent["stages"].values())
+    # Forward but from the last stage, back but from the first: each time a micro-batch's rows in bf16.
+    assert sent == ways * found.micro_batches * 4096 * 6144 * 2
+
+
 def test_more_stages_a_rank_idle_less() -> None:
     plain = step("mixtral-8x22b", "tp=2,pp=8,ep=8", 128, overlap="inter").breakdown["pipeline"]
     interleaved = step("mixtral-8x22b", "tp=2,pp=8,vpp=7,ep=8", 128, overlap="inter").breakdown["pipeline"]

@@ -105,3 +105,9 @@ def test_what_other_trainers_do_with_memory_is_told() -> None:
     shape = replace(TINY, shared_ffn=64)
     asked = Question(shape, cluster_named("h100", 4), Load(64), 8, Policy(reshard=True, cut_shared=True))
     assert len(differences(asked, asked.candidate(Mapping.parse("tp=2,ep=2", 4, sharding="fsdp")))) == 2
+
+
+def test_a_name_of_several_lines_stays_a_comment() -> None:
+    named = replace(model_named("tiny"), name="two\n[run]\nname = 1")
+    question = Question(named, cluster_named("h100", 1), Load(64, "fp32"), 2)
+    assert "# two [run] name = 1 on 1 h100" in train_config(question, question.candidate(Mapping.parse("", 1)))

@@ -58,6 +58,22 @@ def test_a_slow_rank_is_told_with_what_it_costs(
     assert "Slowdown by worker" in html and "What if: slow-run" in html and "<script src=" not in html
 
 
+def test_standard_output_can_have_the_json_and_nothing_else(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command(["whatif", str(folder), "--json", "-", "--page", "w.html"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["steps"] and "slowdown 1.200" in told.err and "wrote w.html" in told.err
+    assert not (tmp_path / "-").exists()
+
+
+def test_what_cannot_be_written_is_told_first(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["whatif", str(folder), "--page", str(folder)]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and "Is a directory" in told.err
+
+
 def test_steps_can_be_chosen(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["whatif", str(folder), "--steps", "2:2"]) == 0
     assert capsys.readouterr().out.startswith("1 step, ")

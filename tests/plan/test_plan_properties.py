@@ -1,0 +1,108 @@
+"""What holds for any plan: better hardware is no slower, parts add up, and the printed mapping is the answer's."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from moe_comm.plan.answer import answer
+from moe_comm.plan.given import Given
+from moe_comm.plan.hardware_table import cluster_named
+from moe_comm.plan.mapping import Overlap
+from moe_comm.plan.model import Latent, ModelShape
+from moe_comm.plan.operators import Load
+from moe_comm.plan.question import Question
+from moe_comm.plan.search import search
+from moe_comm.plan.space import Space
+
+ODD = ModelShape("odd", 15, 960, 15, 5, 64, 5001, 12, 3, 352, shared_ffn=176)
+DENSE = ModelShape("dense", 12, 1024, 16, 4, 64, 32000, 0, 0, 0, dense_layers=12, dense_ffn=4096)
+WINDOWED = ModelShape("windowed", 8, 512, 8, 8, 64, 999, 8, 2, 256, 128, window=100, full_layers=2, shared_gate=True)
+LATENT = ModelShape(
+    "latent", 9, 768, 12, 12, 1, 8000, 16, 4, 128, dense_layers=2, dense_ffn=512, latent=Latent(96, 64, 32, 16, 48)
+)
+ZERO = replace(ODD, name="zero", zero_experts=6, shared_ffn=0)
+CASES: list[tuple[ModelShape, str, int, int, Load, int, Overlap]] = [
+    (ODD, "h100", 24, 8, Load(960), 48, "none"),
+    (ODD, "l20", 20, 4, Load(960, "fp8", imbalance=1.5), 40, "all"),
+    (DENSE, "a100", 16, 8, Load(512), 32, "none"),
+    (WINDOWED, "mi300x", 8, 1, Load(4096, "fp32"), 7, "inter"),
+    (LATENT, "b200", 72, 72, Load(2048, "fp8", capacity=1.0), 144, "none"),
+    (ZERO, "h800", 1, 8, Load(128), 1, "none"),
+]
+
+
+def question(case: tuple[Any, ...]) -> Question:
+    shape, hardware, gpus, host, load, batch, _ = case
+    return Question(shape, cluster_named(hardware, gpus, host), load, batch)
+
+
+def flops_a_token(shape: ModelShape, seq: int) -> float:
+    """6 for each parameter that a token is multiplied with, and 6 for each width of a score and value it attends to."""
+    h, heads, latent = shape.hidden, shape.heads, shape.latent
+    if latent is None:
+        widths = 2 * shape.head_dim
+        attention = 2 * h * heads * shape.head_dim + 2 * h * shape.kv_heads * shape.head_dim
+    else:
+        widths = latent.nope_dim + latent.rope_dim + latent.v_dim
+        q = latent.q_rank or 0
+        attention = h * q + q * heads * (latent.nope_dim + latent.rope_dim) + h * (latent.kv_rank + latent.rope_dim)
+        attention += latent.kv_rank * heads * (latent.nope_dim + latent.v_dim) + heads * latent.v_dim * h
+    every = shape.experts + shape.zero_experts
+    real = shape.top_k * shape.experts / every if every else 0
+    moe = h * every + 3 * h * (real * shape.ffn + shape.shared_ffn) + h * shape.shared_gate
+    blocks = shape.dense_layers * 3 * h * shape.dense_ffn + (shape.layers - shape.dense_layers) * moe
+    seen = [sum(min(at + 1, window) for at in range(seq)) / seq for window in (shape.window or seq, seq)]
+    full = shape.full_layers if shape.window else shape.layers
+    attended = seen[0] * (shape.layers - full) + seen[1] * full
+    return 6 * (shape.layers * attention + blocks + h * shape.vocab) + 6 * attended * heads * widths
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0].name)
+def test_an_answer_adds_up_and_is_what_its_own_option_gives(case: tuple[Any, ...]) -> None:
+    asked, overlap = question(case), case[-1]
+    found = search(asked, Space.of(overlap=overlap), keep=3)
+    for one in found.best:
+        told = answer(asked, one, found)
+        json.dumps(told, allow_nan=False)
+        assert sum(told["breakdown"].values()) == pytest.approx(told["step_s"], rel=1e-12)
+        tokens = asked.load.seq_len * asked.global_batch
+        assert told["tokens_per_s"] * told["step_s"] == pytest.approx(tokens)
+        peak = asked.cluster.accelerator.flops[asked.load.dtype] * asked.cluster.gpus
+        expected = flops_a_token(asked.shape, asked.load.seq_len) * tokens / peak / told["step_s"]
+        assert told["mfu"] == pytest.approx(expected)
+        said = told["mapping"]
+        open_ones = {name: said[name] for name in ("micro_batch", "recompute", "sharding", "overlap")}
+        again = Given(said["option"], **open_ones).candidate(asked)
+        assert (again.step.seconds, again.fit) == (one.step.seconds, one.fit)
+    assert found.best
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0].name)
+def test_better_hardware_is_never_slower(case: tuple[Any, ...]) -> None:
+    asked, space = question(case), Space.of(overlap=case[-1])
+    cluster = asked.cluster
+    gpu, inside, between = cluster.accelerator, cluster.inside, cluster.between
+    faster = {name: 1.7 * rate for name, rate in gpu.flops.items()}
+    before = search(asked, space, keep=1).best[0].step.seconds
+    for better in (
+        replace(cluster, accelerator=replace(gpu, memory_bytes=2 * gpu.memory_bytes)),
+        replace(cluster, accelerator=replace(gpu, memory_bytes_per_s=1.5 * gpu.memory_bytes_per_s)),
+        replace(cluster, accelerator=replace(gpu, flops=faster)),
+        replace(cluster, inside=replace(inside, bytes_per_s=2 * inside.bytes_per_s)),
+        replace(cluster, between=replace(between, bytes_per_s=1.3 * between.bytes_per_s)),
+        replace(cluster, inside=replace(inside, latency_s=0), between=replace(between, latency_s=0)),
+    ):
+        assert search(replace(asked, cluster=better), space, keep=1).best[0].step.seconds <= before * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0].name)
+def test_folding_loses_nothing(case: tuple[Any, ...]) -> None:
+    asked, overlap = question(case), case[-1]
+    folded = search(asked, Space.of(overlap=overlap, folded=True), keep=1).best[0].step.seconds
+    coupled = search(asked, Space.of(overlap=overlap, folded=False), keep=1).best[0].step.seconds
+    both = search(asked, Space.of(overlap=overlap), keep=1).best[0].step.seconds
+    assert folded == both <= coupled
