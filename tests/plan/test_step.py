@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moe_comm.errors import ConfigError
+from moe_comm.plan import blocks as blocks_module
 from moe_comm.plan import step as step_module
 from moe_comm.plan.hardware_table import cluster_named
 from moe_comm.plan.mapping import Mapping, Place
@@ -182,7 +183,8 @@ def test_work_grows_with_neither_ranks_nor_micro_batches(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(step_module, "replay", counted)
     monkeypatch.setattr(step_module, "Operators", made)
-    step_module._blocks.cache_clear()
+    monkeypatch.setattr(blocks_module, "Operators", made)
+    blocks_module._priced.cache_clear()
     for gpus, batch in ((1440, 18 * 100), (100_000, 1250 * 100), (100_000, 1250 * 400)):
         assert step("deepseek-v3", "tp=8,pp=10,ep=8", gpus, batch=batch).seconds > 0
     assert len(tasks) == 3 and len(set(tasks)) == 1, "all micro-batches beyond a full pipeline are alike"
