@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from moe_comm.errors import ConfigError
@@ -32,6 +33,42 @@ def test_parts_add_up_to_the_step(mapping: str) -> None:
     assert 0.05 < found.mfu < 0.8
     assert found.tokens_per_s == pytest.approx(256 * 4096 / found.seconds)
     assert found.mfu * found.seconds == pytest.approx(found.model_flops / (128 * 989.5e12), rel=1e-3)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble", "zbv", "dualpipev"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"overlap": "all", "recompute": "selective"}, {"recompute": "full"}, {"sharding": "fsdp", "overlap": "inter"}],
+    ids=lambda settings: "-".join(settings.values()),
+)
+def test_parts_of_every_schedule_add_up(schedule: str, settings: dict[str, str]) -> None:
+    one = model("mixtral-8x22b", "tp=2,pp=4,ep=8", 64, batch=128, pipeline=schedule, **settings)
+    found = one.predict()
+    assert sum(found.breakdown.values()) == pytest.approx(found.seconds)
+    assert min(found.breakdown.values()) > -1e-9
+    order, plan, seconds = one.pipeline()
+    busy = [seconds[: len(order)][order.rank == rank].sum() for rank in range(4)]
+    assert one.busy == pytest.approx(np.array(busy))
+    assert one.span == pytest.approx(float(replay(plan, seconds).span), rel=1e-12)
+    waiting = {"pipeline", "gradients and weights", "optimizer"}
+    assert sum(took for name, took in found.breakdown.items() if name not in waiting) == pytest.approx(max(busy))
+    whole = model("mixtral-8x22b", "tp=2,pp=4,ep=8", 64, batch=128, **settings).predict()
+    for name in ("dispatch", "combine"):
+        sent, usual = (sum(each.sent[name].values()) for each in (found, whole))
+        assert sent == pytest.approx(usual), "no schedule moves fewer rows"
+
+
+def test_split_backward_passes_leave_less_of_a_bubble_and_cost_more_work() -> None:
+    def found(schedule: str | None) -> StepModel:
+        return model("mixtral-8x22b", "tp=2,pp=8,ep=8", 128, pipeline=schedule)
+
+    plain = found(None)
+    for schedule in ("zero_bubble", "zbv", "dualpipev"):
+        one = found(schedule)
+        assert one.predict().breakdown["pipeline"] < plain.predict().breakdown["pipeline"] / 2
+        assert one.busy.sum() > plain.busy.sum(), "experts' gradients come in two goes"
+    fused = model("mixtral-8x22b", "tp=2,pp=8,ep=8", 128, pipeline="zero_bubble", overlap="all")
+    assert fused.predict().breakdown["products"] == pytest.approx(plain.predict().breakdown["products"])
 
 
 def test_one_rank_moves_nothing_and_waits_for_nobody() -> None:
