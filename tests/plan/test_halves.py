@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
-import pytest
+import importlib
+from collections import Counter
+from typing import Any
 
+import pytest
+import torch
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from moe_comm.layers import recompute as recompute_module
+from moe_comm.layers.config import AttentionConfig, Recompute, TransformerConfig
+from moe_comm.layers.initialize import initialize
+from moe_comm.layers.interleave import StageInput
+from moe_comm.layers.moe_config import MoEConfig
+from moe_comm.layers.router import RouterConfig
+from moe_comm.layers.transformer import ModelPlan, Transformer
 from moe_comm.plan.beside import FREE
 from moe_comm.plan.halves import halves, splits
 from moe_comm.plan.mapping import Mapping
@@ -39,6 +52,40 @@ def test_what_the_second_half_has_to_do_again() -> None:
     assert seconds(apart) == 3.0 + 2.0 + 0.25, "the gradient that goes into the experts' first product"
     _, recomputed = halves(BACKWARD, 1, fused=True)
     assert seconds(recomputed) == 3.0 + 0.5 + 0.125, "the norm, and the gather behind it"
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_the_trainer_does_so(recompute: Recompute, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An MoE layer's backward in torch's halves: products of experts, and what is computed again."""
+    attention, moe = AttentionConfig(64, 4, 2, 16), MoEConfig(64, 96, RouterConfig(4, 2))
+    layers = Transformer(TransformerConfig(512, 64, 1, attention, moe, 64), ModelPlan(recompute=recompute))
+    initialize(layers, seed=1)
+    x, tokens = layers._enter(StageInput(torch.arange(64)[None], None, None))
+    inside = x.detach().requires_grad_()
+    (layer,) = layers.layers.values()
+    y = layer(inside, tokens)
+    counted: Counter[str] = Counter()
+
+    def counting(name: str, real: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            counted[name] += 1
+            return real(*arguments)
+
+        return call
+
+    grouped_mlp = importlib.import_module("moe_comm.layers.grouped_mlp")
+    for name in ("expert_mm", "product_into"):
+        monkeypatch.setattr(grouped_mlp, name, counting(name, getattr(grouped_mlp, name)))
+    get = recompute_module._Value.get
+    monkeypatch.setattr(recompute_module._Value, "get", counting("again", get))
+    y = y.view_as(y).clone()
+    parameters = list(layer.parameters())
+    _, groups = stage_backward_input([y], [torch.ones_like(y)], [inside], iter(parameters))
+    first, counted = counted, Counter()
+    stage_backward_weight(iter(parameters), groups)
+    assert (first["expert_mm"], first["product_into"]) == (2 * 4, 0), "rows' gradients of both products of 4 experts"
+    assert (counted["expert_mm"], counted["product_into"]) == (4, 2 * 4), "one of them again, and weights' gradients"
+    assert first["again"] == counted["again"] and bool(first["again"]) == (recompute == "selective")
 
 
 @pytest.mark.parametrize(

@@ -239,6 +239,19 @@ def test_a_pipeline_under_zero3_gathers_two_layers_at_a_time() -> None:
     mapping = Mapping.parse("pp=4", 16, sharding="fsdp")
     kept, scattered = (memory(EVEN, mapping, SEQ, 64, Policy(reshard=reshard))[1] for reshard in (False, True))
     assert kept.weights == 3 * scattered.weights  # six layers a stage
+    halves = replace(mapping, pipeline="zero_bubble")
+    assert memory(EVEN, halves, SEQ, 64, Policy(reshard=True))[1].weights == kept.weights, "torch keeps them for both"
+
+
+def test_a_split_backward_that_does_not_fit_would_as_a_whole() -> None:
+    shape, plain = model_named("mixtral-8x22b"), Mapping.parse("tp=2,pp=8,ep=8", 128)
+    mapping = replace(plain, pipeline="dualpipev", virtual=2)
+    held = {one: worst(memory(shape, one, SEQ, 256)).total for one in (plain, mapping)}
+    assert held[plain] < held[mapping]
+    reserve = H100.memory_bytes - held[plain]
+    changes = changes_that_fit(shape, mapping, SEQ, 256, H100, reserve=reserve)
+    assert ("schedule 1f1b", plain) in {(one.what, one.mapping) for one in changes}
+    assert not any(one.what.startswith("vpp") for one in changes), "a V has two stages a rank"
 
 
 # --- does it fit
