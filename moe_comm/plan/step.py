@@ -33,6 +33,7 @@ from moe_comm.train.pipeline.schedules import find_schedule
 from moe_comm.train.pipeline.stages import StagePlan, plan_stages
 
 BACK = (PassKind.BACKWARD, PassKind.INPUT, PassKind.WEIGHT)
+"""Passes that go through a stage's blocks the other way round."""
 FULL = 5
 """Groups of ``pp`` micro-batches after which a pipeline has long been full, as a rule."""
 
@@ -343,16 +344,15 @@ def _model_flops(shape: ModelShape, seq_len: int) -> float:
 @lru_cache(maxsize=1024)
 def _passes(schedule: str, pp: int, micro_batches: int, virtual: int) -> Floats:
     """How many of each kind there are of each stage, [stages, kinds of passes]."""
-    few = min(micro_batches, 2 * pp) if schedule == "dualpipev" else 1
     found = np.zeros((pp * virtual, len(PassKind)))
-    if schedule == "dualpipev" and pp > 1:  # only a pipeline that fills or empties splits its backward
-        order = pass_order(schedule, pp, few, virtual)
+    if pp == 1 or not find_schedule(schedule).splits_backward:
+        found[:, [PassKind.FORWARD, PassKind.BACKWARD]] = micro_batches
+    elif schedule != "dualpipev":
+        found[:, [PassKind.FORWARD, PassKind.INPUT, PassKind.WEIGHT]] = micro_batches
+    else:  # what fills the pipeline and empties it has halves; each micro-batch more is whole
+        order = pass_order(schedule, pp, 2 * pp, virtual)
         np.add.at(found, (order.stage, order.kind), 1)
-        found[:, [PassKind.FORWARD, PassKind.BACKWARD]] += micro_batches - few
-    else:
-        whole = pp == 1 or not find_schedule(schedule).splits_backward
-        kinds = (PassKind.BACKWARD,) if whole else (PassKind.INPUT, PassKind.WEIGHT)
-        found[:, [PassKind.FORWARD, *kinds]] = micro_batches
+        found[:, [PassKind.FORWARD, PassKind.BACKWARD]] += micro_batches - 2 * pp
     found.setflags(write=False)
     return found
 
