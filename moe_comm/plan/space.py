@@ -44,7 +44,7 @@ class Space:
     every power of two that the batch allows. virtual: pipeline stages a rank; None: every number that cuts a rank's
     layers evenly. folded: False: experts lie inside data parallelism, as without folding: etp is tp, ep divides dp.
     wide: cp may leave a host, and ep ranks may stand astride of hosts. schedule: those that pipelines may have; gpipe
-    is slower than 1f1b and keeps more, and is looked at only if it is named.
+    is no faster than 1f1b and keeps more, and is looked at only if it is named.
     """
 
     overlap: tuple[Overlap, ...] = ("none",)

@@ -226,3 +226,12 @@ def test_work_grows_with_neither_ranks_nor_micro_batches(monkeypatch: pytest.Mon
         assert step("deepseek-v3", "tp=8,pp=10,ep=8", gpus, batch=batch).seconds > 0
     assert len(tasks) == 3 and len(set(tasks)) == 1, "all micro-batches beyond a full pipeline are alike"
     assert len(timed) <= 2 + 3, "blocks once for each cluster, rows between stages once for each step"
+
+
+def test_gpipe_is_no_faster_than_1f1b() -> None:
+    for overlap in ("none", "inter"):
+        plain, gpipe = (
+            step("mixtral-8x22b", "tp=2,pp=8,ep=8", 128, overlap=overlap, pipeline=schedule)
+            for schedule in (None, "gpipe")
+        )
+        assert gpipe.seconds == pytest.approx(plain.seconds, rel=1e-9)
