@@ -44,6 +44,15 @@ class Recompute(StrEnum):
     full = "full"
 
 
+class Schedule(StrEnum):
+    gpipe = "gpipe"
+    one_f_one_b = "1f1b"
+    interleaved_1f1b = "interleaved_1f1b"
+    zero_bubble = "zero_bubble"
+    zbv = "zbv"
+    dualpipev = "dualpipev"
+
+
 class Sharding(StrEnum):
     replicate = "replicate"
     zero1 = "zero1"
@@ -90,6 +99,9 @@ def plan(
     recompute: Annotated[Recompute | None, _option("What backward does again.", by="the least that fits")] = None,
     sharding: Annotated[
         Sharding | None, _option("Of weights and optimizer.", by="search: all, --mapping: zero1")
+    ] = None,
+    schedule: Annotated[
+        Schedule | None, _option("Of the pipeline.", by="search: all but gpipe, --mapping: 1f1b, or interleaved by vpp")
     ] = None,
     top: Annotated[int | None, _option("Mappings to tell of a search.", by="10", min=1)] = None,
     slow: Annotated[
@@ -142,8 +154,9 @@ def plan(
             load("moe_comm.plan.operators", "train").Load.assumed(seq_len, dtype.value, capacity_factor, imbalance),
             global_batch,
         )
-        fixed = {"micro_batch": micro_batch, "recompute": recompute, "sharding": sharding, "overlap": overlap}
-        fixed = {name: getattr(value, "value", value) for name, value in fixed.items() if value is not None}
+        open_: dict[str, Any] = {"micro_batch": micro_batch, "recompute": recompute, "sharding": sharding}
+        open_ |= {"overlap": overlap, "schedule": schedule}
+        fixed = {name: getattr(value, "value", value) for name, value in open_.items() if value is not None}
         if mapping is None:
             _search(question, folded, fixed, top or TOP, outputs)
         else:

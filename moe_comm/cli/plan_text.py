@@ -9,11 +9,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from moe_comm.plan.answer import COMPUTED, GB, bubble_share, exposed_share, runners_up
+from moe_comm.plan.blocks import LINKS
 from moe_comm.plan.hardware import Cluster
 from moe_comm.plan.mapping import Mapping
 from moe_comm.plan.question import Candidate, Question
 from moe_comm.plan.search import Found, changes
-from moe_comm.plan.step import LINKS
 
 WIDTH = 160
 """Of tables in files and pipes."""
@@ -126,6 +126,7 @@ def short(mapping: Mapping) -> str:
     sizes = {axis: getattr(p, axis) for axis in ("tp", "cp", "dp", "pp")}
     sizes |= {"vpp": mapping.virtual, "ep": p.ep, "etp": p.etp}
     told = [f"{axis}{size}" for axis, size in sizes.items() if size > 1]
+    told += [mapping.pipeline] if mapping.pipeline else []
     told += [f"mb{mapping.micro_batch}", mapping.sharding]
     if mapping.recompute != "none":
         told.append(f"recompute-{mapping.recompute}")
@@ -140,10 +141,11 @@ def _lines(question: Question, one: Candidate) -> Iterator[RenderableType]:
     lines.add_column()
     lines.add_column(overflow="fold")
     mapping = one.mapping
+    schedule = f" ({mapping.schedule})" if p.pp > 1 else ""
     lines.add_row(
         "mapping",
         f"attention tp {p.tp}, cp {p.cp}, dp {p.dp}; experts etp {p.etp}, ep {p.ep}, edp {p.edp}; pipeline pp {p.pp}, "
-        f"vpp {mapping.virtual}; {mapping.micro_batches(question.global_batch)} micro-batches of "
+        f"vpp {mapping.virtual}{schedule}; {mapping.micro_batches(question.global_batch)} micro-batches of "
         f"{mapping.micro_batch}; {mapping.sharding}, recompute {mapping.recompute}, overlap {mapping.overlap}",
     )
     lines.add_row(

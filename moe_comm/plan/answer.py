@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from moe_comm.plan.blocks import LINKS
 from moe_comm.plan.fit import Change, Fit
 from moe_comm.plan.mapping import Mapping
 from moe_comm.plan.question import Candidate, Question
 from moe_comm.plan.search import Found, changes
-from moe_comm.plan.step import LINKS, Step
+from moe_comm.plan.step import Step
 
 if TYPE_CHECKING:
     from moe_comm.plan.validate import Report
@@ -153,6 +154,7 @@ def _mapping(mapping: Mapping, global_batch: int) -> dict[str, Any]:
         "sharding": mapping.sharding,
         "recompute": mapping.recompute,
         "overlap": mapping.overlap,
+        "schedule": mapping.schedule if p.pp > 1 else None,
         "option": degrees(mapping),
     }
 

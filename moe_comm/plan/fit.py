@@ -13,12 +13,13 @@ from moe_comm.plan.memory import POLICY, Policy, RankMemory, memory, worst
 from moe_comm.plan.model import ModelShape
 from moe_comm.plan.operators import Load
 from moe_comm.topology import ParallelConfig
+from moe_comm.train.pipeline.schedules import find_schedule
 
 RESERVE = 4 << 30
 """Bytes that a run does not have for tensors, unless told otherwise: contexts, libraries' work space, communicators
 and what an allocator cannot give out. An assumption; such things take 2 to 5 GiB."""
 _SHARDING: tuple[Sharding, ...] = ("replicate", "zero1", "fsdp")
-_ORDER = ("recompute", "sharding", "micro-batch", "vpp", "ep", "etp", "pp", "tp", "cp")
+_ORDER = ("recompute", "sharding", "micro-batch", "schedule", "vpp", "ep", "etp", "pp", "tp", "cp")
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,8 @@ def changes_that_fit(
     host: int | None = None,
 ) -> tuple[Change, ...]:
     """Single changes with which the mapping fits, the least of each kind: recompute, sharding, a smaller micro-batch,
-    fewer stages a rank, or a higher degree (of tp, cp and pp at the cost of dp). Where none does, two together, the
-    least of each pair of kinds. Empty: it takes more than two, or more accelerators.
+    1F1B, fewer stages a rank, or a higher degree (of tp, cp and pp at the cost of dp). Where none does, two together,
+    the least of each pair of kinds. Empty: it takes more than two, or more accelerators.
 
     Args:
         host: accelerators of one host, beyond which no tensor is cut; None: any number.
@@ -134,8 +135,11 @@ def _changed(shape: ModelShape, mapping: Mapping, load: Load, host: int | None) 
         yield "sharding", f"sharding {sharding}", replace(mapping, sharding=sharding)
     for value in reversed(divisors(mapping.micro_batch)[:-1]):
         yield "micro-batch", f"micro-batch {value}", replace(mapping, micro_batch=value)
+    if mapping.pipeline is not None:
+        yield "schedule", "schedule 1f1b", replace(mapping, pipeline=None, virtual=1)
     for value in reversed(divisors(mapping.virtual)[:-1]):
-        yield "vpp", f"vpp {value}", replace(mapping, virtual=value)
+        if mapping.pipeline is None or value >= find_schedule(mapping.pipeline).least:
+            yield "vpp", f"vpp {value}", replace(mapping, virtual=value)
     p = mapping.parallel
     for axis in ("ep", "etp", "pp", "tp", "cp"):
         expert = axis in ("ep", "etp")

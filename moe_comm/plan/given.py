@@ -16,7 +16,7 @@ from moe_comm.plan.question import Candidate, Question
 @dataclass(frozen=True)
 class Given:
     """degrees: as ``Mapping.parse`` reads them. coupled: experts lie inside data parallelism. micro_batch, recompute:
-    None: open."""
+    None: open. schedule: of the pipeline; None: 1F1B, interleaved with vpp above 1."""
 
     degrees: str
     coupled: bool = False
@@ -24,6 +24,7 @@ class Given:
     recompute: Recompute | None = None
     sharding: Sharding = "zero1"
     overlap: Overlap = "none"
+    schedule: str | None = None
 
     def candidate(self, question: Question) -> Candidate:
         """The fastest that fits; if none does, the one that lacks the fewest bytes.
@@ -33,7 +34,12 @@ class Given:
                 one: with the least of everything that is open.
         """
         first = Mapping.parse(
-            self.degrees, question.cluster.gpus, coupled=self.coupled, sharding=self.sharding, overlap=self.overlap
+            self.degrees,
+            question.cluster.gpus,
+            coupled=self.coupled,
+            sharding=self.sharding,
+            overlap=self.overlap,
+            pipeline=self.schedule,
         )
         if why := suits(question.shape, first.parallel, question.load):
             raise ConfigError(f"{question.shape.name} cannot run with {self.degrees}: {why}")

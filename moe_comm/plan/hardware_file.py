@@ -23,7 +23,8 @@ FORMAT, VERSION = "moe_comm hardware", 1
 LONGEST = 2**20
 """Bytes: a longer file is not a description."""
 LEAST, MOST = 1e-30, 1e24
-"""As little as calibrations make of a latency that they do not see, and a million times what any machine does a second: between them no sum of a step overflows."""
+"""As little as calibrations make of a latency that they do not see, and a million times what any machine does a second:
+between them no sum of a step overflows."""
 
 T = TypeVar("T")
 _MADE_OF: dict[tuple[type, str], type] = {

@@ -12,6 +12,7 @@ from moe_comm.errors import ConfigError
 from moe_comm.plan.collectives import Span
 from moe_comm.plan.hardware import Cluster
 from moe_comm.topology import ParallelConfig
+from moe_comm.train.pipeline.schedules import stages_per_rank
 
 Recompute = Literal["none", "selective", "full"]
 Sharding = Literal["replicate", "zero1", "fsdp"]
@@ -32,6 +33,8 @@ class Mapping:
     gradients and weights move beside passes, and with virtual stages what stages send each other, as in Megatron;
     "inter": and a transfer within a pass goes on beside operators that do not need it; "all": and inside those that do,
     tile by tile.
+    pipeline: its schedule by its name in ``moe_comm.train``; None: 1F1B, interleaved where there are several stages a
+    rank, which are made None where they are named.
     """
 
     parallel: ParallelConfig
@@ -40,6 +43,7 @@ class Mapping:
     sharding: Sharding = "zero1"
     recompute: Recompute = "none"
     overlap: Overlap = "none"
+    pipeline: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("virtual", "micro_batch"):
@@ -48,10 +52,17 @@ class Mapping:
                 raise ConfigError(f"{name} must be a whole number of at least 1; got {value!r}")
         if self.virtual > 1 and self.parallel.pp == 1:
             raise ConfigError(f"vpp = {self.virtual} needs a pipeline: pp is 1")
+        if self.pipeline is not None:
+            stages_per_rank(self.pipeline, self.parallel.pp, self.virtual)
+            if self.parallel.pp == 1:
+                raise ConfigError(f"schedule = {self.pipeline} needs a pipeline: pp is 1")
+            if self.pipeline == _usual(self.virtual):
+                object.__setattr__(self, "pipeline", None)
 
     @classmethod
     def parse(cls, text: str, gpus: int, *, coupled: bool = False, **settings: object) -> Self:
-        """From "tp=2,cp=1,pp=8,vpp=1,ep=8,etp=1" on ``gpus`` ranks; what is left out is 1, and dp what is left.
+        """From "tp=2,cp=1,pp=8,vpp=1,ep=8,etp=1" on ``gpus`` ranks; what is left out is 1, but dp what is left, and vpp
+        what is usual for the schedule, if ``pipeline`` names one.
 
         Args:
             coupled: experts lie inside data parallelism, as without folding: etp is tp.
@@ -68,10 +79,13 @@ class Mapping:
             if key in found:
                 raise ConfigError(f"{key} is given twice in {text!r}")
             found[key] = int(value)
-        virtual = found.pop("vpp", 1)
+        virtual = found.pop("vpp", None)
         if coupled and found.setdefault("etp", found.get("tp", 1)) != found.get("tp", 1):
             raise ConfigError(f"without folding etp is tp; got etp={found['etp']}, tp={found.get('tp', 1)}")
         parallel = ParallelConfig.of(gpus, **{"ep": 1, **found})
+        if virtual is None:
+            pipeline = settings.get("pipeline")
+            virtual = stages_per_rank(str(pipeline), parallel.pp) if pipeline is not None else 1
         return cls(parallel, virtual, **settings)  # type: ignore[arg-type]
 
     @property
@@ -86,7 +100,7 @@ class Mapping:
     @property
     def schedule(self) -> str:
         """Of the pipeline, by its name in ``moe_comm.train``."""
-        return "interleaved_1f1b" if self.virtual > 1 else "1f1b"
+        return self.pipeline or _usual(self.virtual)
 
     def micro_batches(self, global_batch: int) -> int:
         """How many a pipeline takes in a step of ``global_batch`` sequences.
@@ -105,7 +119,12 @@ class Mapping:
     def __str__(self) -> str:
         p = self.parallel
         shown = f"tp={p.tp},cp={p.cp},dp={p.dp},pp={p.pp},vpp={self.virtual},ep={p.ep},etp={p.etp}"
-        return f"{shown},micro-batch {self.micro_batch}, {self.sharding}, recompute {self.recompute}"
+        settings = [f"micro-batch {self.micro_batch}", self.sharding, f"recompute {self.recompute}"]
+        return f"{shown},{', '.join(settings + ([self.pipeline] if self.pipeline else []))}"
+
+
+def _usual(virtual: int) -> str:
+    return "interleaved_1f1b" if virtual > 1 else "1f1b"
 
 
 @dataclass(frozen=True)

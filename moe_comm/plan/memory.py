@@ -4,7 +4,8 @@
     gradients    fp32; with fsdp a rank's own, if nothing accumulates them
     optimizer    fp32 masters and state, cut over tp x cp x dp (experts: edp) as zero1 and fsdp do
     activations  what micro-batches in flight keep, what the largest layer computes again, and the loss
-    buffers      of one layer, there while it runs: see ``_Buffers``
+    buffers      of one layer, there while it runs: see ``_Buffers``; and what a split backward keeps beside activations
+                 between its halves: see ``memory_split.py``
 
 The first four are those of ``moe_comm.train.memory`` (its tables say what is kept of what), of the fullest rank of a
 position. They differ from it where it takes routing to be even: here rows that experts keep are those of the busiest
@@ -18,13 +19,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import mul
 
 from moe_comm.layers.config import AttentionConfig, TransformerConfig
 from moe_comm.layers.moe_config import MoEConfig, ZeroExperts
 from moe_comm.layers.router import RouterConfig
+from moe_comm.plan.halves import splits
 from moe_comm.plan.hardware import BYTES
 from moe_comm.plan.mapping import Mapping, Recompute
 from moe_comm.plan.memory_fixed import Keeping, Parts, fixed_of, fixed_parts
+from moe_comm.plan.memory_split import Moment, gradients_between, moments
 from moe_comm.plan.model import ModelShape
 from moe_comm.plan.operators import Load
 from moe_comm.train.memory import MASTER, Activations, Fixed, in_flight
@@ -40,14 +44,13 @@ _TOKENS = 1 << 16  # what bytes per token are worked out for, so that rounding t
 class Policy:
     """What a run decides beside its mapping.
 
-    schedule: of the pipeline; None: the mapping's. reshard: fsdp gives weights back and scatters gradients after each
-    pass (ZeRO-3, as other trainers do), where ours keeps the gradients of several micro-batches, and the weights of a
-    pipeline's stages, until the step's last pass. cut_shared: tensor-parallel ranks share the shared experts (as in
-    Megatron), where in ours each has all of them, for its own tokens.
+    reshard: fsdp gives weights back and scatters gradients after each pass (ZeRO-3, as other trainers do), where ours
+    keeps the gradients of several micro-batches, and the weights of a pipeline's stages, until the step's last pass.
+    cut_shared: tensor-parallel ranks share the shared experts (as in Megatron), where in ours each has all of them, for
+    its own tokens.
     """
 
     optimizer: OptimizerOptions = _ADAMW
-    schedule: str | None = None
     reshard: bool = False
     cut_shared: bool = False
 
@@ -101,21 +104,26 @@ def memory(
         ConfigError: the batch cannot be cut so, or the schedule cannot run with these stages or micro-batches.
     """
     parallel, micro_batches = mapping.parallel, mapping.micro_batches(global_batch)
-    schedule = mapping.schedule if policy.schedule is None else policy.schedule
+    schedule = mapping.schedule
     check_micro_batches(schedule, parallel.pp, micro_batches)
     stages_of = _layout(shape.layers, shape.dense_layers, parallel.pp, schedule, mapping.virtual)
-    waiting_of = _waiting(schedule, parallel.pp, mapping.virtual, micro_batches)
+    split = splits(mapping)
+    moments_of = (moments if split else _one_moment)(schedule, parallel.pp, mapping.virtual, micro_batches)
     size = BYTES["bf16" if load.dtype == "fp8" else load.dtype]
     sharding = mapping.sharding if parallel.world > 1 else "replicate"  # on one rank there is nobody to share with
     partial = sharding == "fsdp" and (policy.reshard or (parallel.pp == 1 and micro_batches == 1))
-    gathered = sharding != "fsdp" or (parallel.pp > 1 and not policy.reshard)
+    gathered = sharding != "fsdp" or (parallel.pp > 1 and (split or not policy.reshard))
     fixed = fixed_parts(shape, Keeping(parallel, sharding, size, policy.optimizer, partial, policy.cut_shared))
     kept, whole, head, loss = _kept(shape, mapping, load, size)
+    halfway = (0.0, 0.0)
+    if split:
+        tokens = _tokens(mapping, load)
+        halfway = gradients_between(shape, mapping, load, tokens, size)
     losses = loss * (micro_batches if schedule == "gpipe" and parallel.pp > 1 else 1)
     buffers = _Buffers.of(shape, mapping, load, size)
     every: dict[tuple[Parts, int], tuple[Fixed, float, int]] = {}
     found = []
-    for position, ((parts, stages), waiting) in enumerate(zip(stages_of, waiting_of, strict=True)):
+    for position, ((parts, stages), some) in enumerate(zip(stages_of, moments_of, strict=True)):
         if (parts, len(stages)) not in every:
             has = (parts.dense, parts.moe)
             again = max((w - k for w, k, layers in zip(whole, kept, has, strict=True) if layers), default=0.0)
@@ -126,9 +134,11 @@ def memory(
                 round(buffers.at(parts, len(stages)) + (MASTER * largest if partial else 0)),
             )
         held, beside, passing = every[parts, len(stages)]
-        activations = beside
-        for count, (dense, moe, _, last) in zip(waiting, stages, strict=True):
-            activations += count * (dense * kept[0] + moe * kept[1] + last * head)
+        flying = [dense * kept[0] + moe * kept[1] + last * head for dense, moe, _, last in stages]
+        between = [dense * halfway[0] + moe * halfway[1] for dense, moe, _, _ in stages]
+        activations, waiting = max(
+            ((sum(map(mul, n, flying)), sum(map(mul, late, between))) for n, late in some), key=sum
+        )
         found.append(
             RankMemory(
                 position,
@@ -136,8 +146,8 @@ def memory(
                 held.weights,
                 held.gradients,
                 held.optimizer,
-                round(activations),
-                passing,
+                round(beside + activations),
+                passing + round(waiting),
                 held.at_update,
             )
         )
@@ -167,8 +177,9 @@ def _layout(
 
 
 @lru_cache(maxsize=4096)
-def _waiting(schedule: str, pp: int, virtual: int, micro_batches: int) -> tuple[tuple[int, ...], ...]:
-    return tuple(in_flight(schedule, pp, virtual, rank, micro_batches) for rank in range(pp))
+def _one_moment(schedule: str, pp: int, virtual: int, micro_batches: int) -> tuple[tuple[Moment, ...], ...]:
+    nothing = (0,) * virtual
+    return tuple(((in_flight(schedule, pp, virtual, rank, micro_batches), nothing),) for rank in range(pp))
 
 
 # ---- activations and buffers

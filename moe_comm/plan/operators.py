@@ -105,10 +105,18 @@ class Load:
 
 @dataclass(frozen=True)
 class Pass:
-    """The operations of one block or layer, forward and backward, in order."""
+    """The operations of one block or layer, forward and backward, in order. input, weight: of the halves of backward,
+    where a pipeline's schedule splits it (``moe_comm.plan.halves``)."""
 
     forward: tuple[Operation, ...]
     backward: tuple[Operation, ...]
+    input: tuple[Operation, ...] = ()
+    weight: tuple[Operation, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[tuple[Operation, ...], ...]:
+        """By ``moe_comm.plan.orders.PassKind``."""
+        return self.forward, self.backward, self.input, self.weight
 
     def seconds(self, kind: Kind | None = None) -> tuple[float, float]:
         """That forward and backward take, without what is hidden; of one kind, or of all."""

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from moe_comm.plan.answer import bubble_share, exposed_share, runners_up
+from moe_comm.plan.blocks import LINKS
 from moe_comm.plan.mapping import Mapping
 from moe_comm.plan.memory import RankMemory, memory
 from moe_comm.plan.question import Candidate, Question
 from moe_comm.plan.simulate import Simulated
-from moe_comm.plan.step import LINKS
 from moe_comm.plan.timeline import Piece, Timeline
 
 PASSES, OPERATORS, CELLS, COLUMNS, SHOWN = 2000, 4000, 1500, 96, 10
@@ -65,6 +65,7 @@ def label(mapping: Mapping) -> str:
     degrees = {**{axis: p.sizes[axis] for axis in ("tp", "cp", "dp", "pp")}, "vpp": mapping.virtual}
     degrees |= {"ep": p.ep, "etp": p.etp, "micro-batch": mapping.micro_batch}
     found = [f"{axis} {size}" for axis, size in degrees.items() if size > 1] + [mapping.sharding]
+    found[-1:-1] = [mapping.pipeline] if mapping.pipeline else []
     found += [f"recompute {mapping.recompute}"] if mapping.recompute != "none" else []
     found += [f"overlap {mapping.overlap}"] if mapping.overlap != "none" else []
     return ", ".join(found)

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from moe_comm.plan.operators import Pass
-from moe_comm.plan.orders import PassKind, PassOrder
+from moe_comm.plan.orders import PassOrder
 from moe_comm.plan.replay import Floats, Ints, Plan, Tasks, Times, replay
 from moe_comm.plan.step import Step, StepModel
 
@@ -36,8 +36,8 @@ class After:
 class Parts:
     """A step in parts. Tasks are the passes of ``order`` and, behind them, the transfers between positions.
 
-    seconds, times: of the tasks. compute: [stages, 2] seconds of products and memory passes of a micro-batch, forward
-    and backward. moved: those of its transfers, hidden ones among them; weights: of these, the ones of sharded weights.
+    seconds, times: of the tasks. compute: [stages, kinds of passes] seconds of products and memory passes of a
+    micro-batch. moved: those of its transfers, hidden ones among them; weights: of these, the ones of sharded weights.
     sender, receiver: [transfers]; the pass that each comes from, and the one that waits for it. exposed: the receiver
     asks for them only when it has nothing else to do. after: in order; every position does it behind its own last
     pass, for as long as the busiest one, as the prediction has it.
@@ -61,12 +61,6 @@ class Parts:
         return self.plan.tasks
 
     @property
-    def way(self) -> Ints:
-        """[passes]: 0 for a forward pass, 1 for a backward one."""
-        found: Ints = np.asarray(self.order.kind != PassKind.FORWARD, dtype=np.int64)
-        return found
-
-    @property
     def last(self) -> Floats:
         """When the last pass of each position ends, [pp]."""
         found: Floats = np.zeros(self.order.pp)
@@ -82,8 +76,6 @@ def parts_of(model: StepModel) -> Parts:
     passes = len(order)
     busy = np.bincount(order.rank, seconds[:passes], minlength=order.pp)
     compute = np.array([_seconds(one, moves=False) for one in model.stage_passes])
-    sharded = model.place.mapping.sharding == "fsdp"
-    weights = model.weights.sharded() if sharded else np.zeros_like(compute)
     sender, receiver = _hops(plan.tasks, passes)
     return Parts(
         predicted=predicted,
@@ -92,8 +84,8 @@ def parts_of(model: StepModel) -> Parts:
         seconds=seconds,
         times=times,
         compute=compute,
-        moved=np.array([_seconds(one, moves=True) for one in model.stage_passes]) + weights,
-        weights=weights,
+        moved=np.array([_seconds(one, moves=True) for one in model.stage_passes]) + model.moves,
+        weights=model.moves,
         sender=sender,
         receiver=receiver,
         exposed=bool((plan.tasks.stream[passes:] < 0).any()),
@@ -101,12 +93,9 @@ def parts_of(model: StepModel) -> Parts:
     )
 
 
-def _seconds(one: Pass, *, moves: bool) -> tuple[float, float]:
-    """Of forward and backward: transfers, or all else; with what is hidden."""
-    forward, backward = (
-        sum(each.seconds for each in way if (each.kind == "transfer") is moves) for way in (one.forward, one.backward)
-    )
-    return forward, backward
+def _seconds(one: Pass, *, moves: bool) -> list[float]:
+    """By kind of pass: transfers, or all else; with what is hidden."""
+    return [sum(each.seconds for each in kind if (each.kind == "transfer") is moves) for kind in one.kinds]
 
 
 def _hops(tasks: Tasks, passes: int) -> tuple[Ints, Ints]:

@@ -2,8 +2,8 @@
 
 A search keeps a queue of what it has, least bound first (``bound.py``), and takes one off it at a time:
 
-    degrees, stages, micro-batch   leave if not even the leanest mapping with them fits; else, with the least
-                                   recomputing, the shardings that fit go back, with the bound of the whole step
+    degrees, schedule, stages,     leave if not even the leanest mapping with them fits; else, with the least
+    micro-batch                    recomputing, the shardings that fit go back, with the bound of the whole step
                                    and the others with more recomputing, which is never faster
     a mapping that fits            is replayed, and goes back with its seconds
     a mapping that was replayed    is faster than all that is left: the next of the answer
@@ -24,7 +24,7 @@ from moe_comm.plan.bound import Bounded, Floor
 from moe_comm.plan.fit import Change, Fit, changes_that_fit
 from moe_comm.plan.mapping import Mapping, Overlap, Sharding
 from moe_comm.plan.question import Candidate, Question
-from moe_comm.plan.space import Space, host_of
+from moe_comm.plan.space import Shape, Space, host_of
 from moe_comm.topology import ParallelConfig
 
 KEPT = 10
@@ -122,8 +122,8 @@ def gpus_that_fit(question: Question, space: Space | None = None, limit_s: float
     return None
 
 
-Key = tuple[ParallelConfig, int, int]
-"""What mappings of an answer differ in: degrees, stages a rank, micro-batch."""
+Key = tuple[ParallelConfig, Shape]
+"""What mappings of an answer differ in."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class _Search:
         self._pushed = 0
         self._lean: dict[tuple[ParallelConfig, int | None], bool] = {}
         self._nearest: dict[ParallelConfig, Near] = {}
-        self._shapes: dict[ParallelConfig, list[tuple[int, int]]] = {}
+        self._shapes: dict[ParallelConfig, list[Shape]] = {}
         for p in space.degrees(question, refused):
             if shapes := list(space.shapes(question, p)):
                 self._shapes[p] = shapes
@@ -159,9 +159,9 @@ class _Search:
     def found(self) -> Found:
         for p, shapes in self._shapes.items():
             if self._can_fit(p, None):
-                for virtual, micro_batch in shapes:
+                for shape in shapes:
                     for overlap in self.space.overlap:
-                        self._push_open(_Open((p, virtual, micro_batch), overlap, 0, self.space.sharding))
+                        self._push_open(_Open((p, shape), overlap, 0, self.space.sharding))
             else:
                 self.too_large += len(shapes) * len(self.space.trades())
         best, complete = self._run()
@@ -195,13 +195,14 @@ class _Search:
         return tuple(sorted(best.values(), key=lambda one: one.step.seconds)[: self.keep]), complete
 
     def _open(self, one: _Open) -> None:
-        p, virtual, micro_batch = one.key
+        p, (schedule, virtual, micro_batch) = one.key
         space, left = self.space, []
         if not one.recompute and not self._can_fit(p, micro_batch):
             self.too_large += len(space.recompute) * len(one.sharding)
             return
         for sharding in one.sharding:
-            mapping = Mapping(p, virtual, micro_batch, sharding, space.recompute[one.recompute], one.overlap)
+            recompute = space.recompute[one.recompute]
+            mapping = Mapping(p, virtual, micro_batch, sharding, recompute, one.overlap, schedule)
             if self._fits(mapping):
                 bounded = Bounded.of(self.question, mapping)
                 self._push(bounded.bound(), bounded)
@@ -242,26 +243,28 @@ class _Search:
         return bool(fit)
 
     def _push_open(self, one: _Open) -> None:
-        self._push(self._floor.of(*one.key, self.space.recompute[one.recompute], one.overlap), one)
+        p, shape = one.key
+        self._push(self._floor.of(p, *shape, self.space.recompute[one.recompute], one.overlap), one)
 
     def _push(self, bound: float, one: _Open | Bounded | Candidate) -> None:
         self._pushed += 1
         heapq.heappush(self._queue, (bound, self._pushed, one))
 
 
-def _leanest(
-    space: Space, shapes: list[tuple[int, int]], p: ParallelConfig, micro_batch: int | None
-) -> Iterator[Mapping]:
-    """With each sharding the mapping that takes least memory: the smallest micro-batch, the fewest stages a rank, and
-    as much recomputed as can be. Fsdp without pipeline keeps less in a step of one micro-batch: that one, too."""
-    fitting = [one for one in shapes if micro_batch in (None, one[1])]
-    for virtual, size in dict.fromkeys(fitting[:1] + (fitting[-1:] if p.pp == 1 else [])):
+def _leanest(space: Space, shapes: list[Shape], p: ParallelConfig, micro_batch: int | None) -> Iterator[Mapping]:
+    """With each sharding the mappings of which one takes least memory: the smallest micro-batch, with each schedule the
+    fewest stages a rank, and as much recomputed as can be. Fsdp without pipeline keeps less in a step of one
+    micro-batch: that one, too."""
+    fitting = [one for one in shapes if micro_batch in (None, one[2])]
+    firsts = {schedule: (schedule, virtual, size) for schedule, virtual, size in reversed(fitting)}
+    lean = sorted(firsts.values(), key=fitting.index)
+    for schedule, virtual, size in dict.fromkeys(lean + (fitting[-1:] if p.pp == 1 else [])):
         for sharding in reversed(space.sharding):
-            yield Mapping(p, virtual, size, sharding, space.recompute[-1], space.overlap[0])
+            yield Mapping(p, virtual, size, sharding, space.recompute[-1], space.overlap[0], schedule)
 
 
 def _fit(question: Question, mapping: Mapping) -> Fit | None:
-    """None: the policy's schedule cannot run so."""
+    """None: it cannot run so."""
     try:
         return question.fit(mapping)
     except ConfigError:
@@ -269,7 +272,8 @@ def _fit(question: Question, mapping: Mapping) -> Fit | None:
 
 
 def _key(mapping: Mapping) -> Key:
-    return mapping.parallel, mapping.virtual, mapping.micro_batch
+    schedule = mapping.schedule if mapping.parallel.pp > 1 else None
+    return mapping.parallel, (schedule, mapping.virtual, mapping.micro_batch)
 
 
 def _nothing_runs(question: Question, space: Space, refused: Counter[str]) -> str:

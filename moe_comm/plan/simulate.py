@@ -239,9 +239,9 @@ def _pass_seconds(parts: Parts, slow_PL: Floats, links_PL: Floats) -> tuple[Floa
 
     What of a transfer runs beside compute stays as long as it is; all that links slow down is added.
     """
-    order, way = parts.order, parts.way
-    compute = parts.compute[order.stage, way]
-    moved = parts.moved[order.stage, way]
+    order = parts.order
+    compute = parts.compute[order.stage, order.kind]
+    moved = parts.moved[order.stage, order.kind]
     added = parts.seconds[: len(order)] - compute
     waits = added[:, None] + (links_PL[order.rank] - 1.0) * moved[:, None]
     return compute[:, None] * slow_PL[order.rank], np.maximum(waits, 0.0)
@@ -260,7 +260,7 @@ def _busy(
 ) -> tuple[Floats, Floats]:
     """Seconds [world] that each rank computes, and that it moves rows while it does not."""
     order, ranks = parts.order, world.parallel.stage
-    compute = np.bincount(order.rank, parts.compute[order.stage, parts.way], minlength=order.pp)
+    compute = np.bincount(order.rank, parts.compute[order.stage, order.kind], minlength=order.pp)
     compute_W: Floats = np.repeat(compute, ranks) * slow_W
     # Lanes of their own only where cells differ: the sum over passes is the same for all others.
     moving_PC = np.empty_like(slow_PC)
@@ -300,7 +300,7 @@ def every_rank(model: StepModel, slow: Factors = None, links: Factors = None) ->
     slow_W, links_W = factors(slow, world.size), factors(links, world.size)
     slow_PJ = slow_W.reshape(pp, pipelines)
     worst_PJ = [world.spread(world.slowest(one)).reshape(pp, pipelines) for one in (slow_W, links_W)]
-    compute = parts.compute[order.stage, parts.way][:, None] * slow_PJ[order.rank]
+    compute = parts.compute[order.stage, order.kind][:, None] * slow_PJ[order.rank]
     waits = _pass_seconds(parts, worst_PJ[0], worst_PJ[1])[1]
     moves = _hop_seconds(parts, worst_PJ[1])
 

@@ -1,7 +1,8 @@
 """The mappings that a search looks through: every way to spread a model over a cluster that can run at all.
 
     degrees   tp x cp x dp x pp = gpus, etp x ep divides a pipeline position's tp x cp x dp      (``Space.degrees``)
-    shapes    micro-batch and pipeline stages a rank (vpp), that the batch and the layers allow  (``Space.shapes``)
+    shapes    schedule, pipeline stages a rank (vpp) and micro-batch, that the batch and the layers allow
+                                                                                                 (``Space.shapes``)
     trades    recompute x sharding x overlap                                                     (``Space.trades``)
 
 Degrees are divisors of what there is to divide and not only powers of two: 60 layers on 240 accelerators make pp 15.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, get_args
@@ -26,9 +27,13 @@ from moe_comm.plan.fit import divisors, suits
 from moe_comm.plan.mapping import Mapping, Overlap, Recompute, Sharding
 from moe_comm.plan.question import Question
 from moe_comm.topology import ParallelConfig
-from moe_comm.train.pipeline.schedules import check_micro_batches
+from moe_comm.train.pipeline.schedules import check_micro_batches, find_schedule
 
 Trade = tuple[Recompute, Sharding, Overlap]
+Shape = tuple[str | None, int, int]
+"""Schedule (None: no pipeline), stages a rank, micro-batch."""
+SCHEDULES = ("1f1b", "zero_bubble", "zbv", "dualpipev", "interleaved_1f1b", "gpipe")
+"""By what they keep, as a rule, the least first."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,8 @@ class Space:
     overlap, recompute, sharding: those that may be chosen. micro_batches: sequences that a rank takes at a time; None:
     every power of two that the batch allows. virtual: pipeline stages a rank; None: every number that cuts a rank's
     layers evenly. folded: False: experts lie inside data parallelism, as without folding: etp is tp, ep divides dp.
-    wide: cp may leave a host, and ep ranks may stand astride of hosts.
+    wide: cp may leave a host, and ep ranks may stand astride of hosts. schedule: those that pipelines may have; gpipe
+    is no faster than 1f1b and keeps more, and is looked at only if it is named.
     """
 
     overlap: tuple[Overlap, ...] = ("none",)
@@ -48,12 +54,14 @@ class Space:
     virtual: tuple[int, ...] | None = None
     folded: bool | None = None
     wide: bool = False
+    schedule: tuple[str, ...] = SCHEDULES[:-1]
 
     def __post_init__(self) -> None:
         known: dict[str, tuple[Any, ...]] = {
             "overlap": get_args(Overlap),
             "recompute": get_args(Recompute),
             "sharding": get_args(Sharding),
+            "schedule": SCHEDULES,
         }
         for name, values in known.items():
             given = getattr(self, name)
@@ -86,9 +94,9 @@ class Space:
     def candidates(self, question: Question) -> Iterator[Mapping]:
         """All of them; only mappings that can run, whether they fit memory or not."""
         for parallel in self.degrees(question):
-            for virtual, micro_batch in self.shapes(question, parallel):
+            for schedule, virtual, micro_batch in self.shapes(question, parallel):
                 for recompute, sharding, overlap in self.trades():
-                    yield Mapping(parallel, virtual, micro_batch, sharding, recompute, overlap)
+                    yield Mapping(parallel, virtual, micro_batch, sharding, recompute, overlap, schedule)
 
     def trades(self) -> tuple[Trade, ...]:
         """What is left to choose once degrees, micro-batch and stages are."""
@@ -117,24 +125,34 @@ class Space:
                     else:
                         yield from self._experts(question, ParallelConfig(tp, cp, dp, pp), host)
 
-    def shapes(self, question: Question, parallel: ParallelConfig) -> Iterator[tuple[int, int]]:
-        """(vpp, micro-batch) that the batch, the layers and the pipeline's schedule allow."""
-        each = question.global_batch // parallel.dp
+    def shapes(self, question: Question, parallel: ParallelConfig) -> Iterator[Shape]:
+        """Those that the batch and the layers allow."""
+        each, pp = question.global_batch // parallel.dp, parallel.pp
         for micro_batch in self.sizes(each):
-            for virtual in self.virtuals(question, parallel.pp):
-                if runs(Mapping(parallel, virtual, micro_batch).schedule, parallel.pp, each // micro_batch):
-                    yield virtual, micro_batch
+            for schedule in self.schedule if pp > 1 else (None,):
+                if schedule is None or runs(schedule, pp, each // micro_batch):
+                    for virtual in self.virtuals(question, pp, schedule):
+                        yield schedule, virtual, micro_batch
 
     def sizes(self, each: int) -> tuple[int, ...]:
         """Micro-batches that a rank's ``each`` sequences can be cut into."""
         powers = (1 << power for power in range(each.bit_length()))
         return tuple(one for one in self.micro_batches or powers if not each % one)
 
-    def virtuals(self, question: Question, pp: int) -> tuple[int, ...]:
-        """Stages that each rank of a pipeline may have."""
+    def virtuals(self, question: Question, pp: int, schedule: str | None) -> tuple[int, ...]:
+        """Stages that each rank of a pipeline may have. The two of a V are as even together as one would be: what the
+        stages on the way down have more is spread like that."""
         layers = question.shape.layers
-        known = self.virtual or (divisors(-(-layers // pp)) if pp > 1 else (1,))
-        return tuple(one for one in known if one * pp <= layers and (pp > 1 or one == 1))
+        if schedule is None:
+            return (1,) if self.virtual is None or 1 in self.virtual else ()
+        limits = find_schedule(schedule)
+        if limits.style == "v":
+            known: Iterable[int] = (limits.usual,)
+        else:
+            known = self.virtual or divisors(-(-layers // pp))
+        if self.virtual is not None:
+            known = (one for one in known if one in self.virtual)
+        return tuple(one for one in known if one * pp <= layers and limits.least <= one and one <= (limits.most or one))
 
     def _refuses(self, question: Question, p: ParallelConfig, host: int) -> str | None:
         if why := suits(question.shape, p, question.load, host):

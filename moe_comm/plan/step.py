@@ -3,8 +3,9 @@
     step  =  pipeline of passes (replayed)  +  sums of gradients, weights gathered  +  optimizer
 
 A pass is the sum of its operators (``operators.py``) less what is hidden of them (``beside.py``), and with "fsdp" the
-transfers of its weights (``weights.py``). Otherwise gradients are summed and weights gathered behind the last pass;
-with any overlap but "none" beside the last micro-batch's backward and the first one's forward: all but a layer's.
+transfers of its weights (``weights.py``). Schedules that split the backward run halves of it (``halves.py``).
+Otherwise gradients are summed and weights gathered behind the last pass; with any overlap but "none" beside the
+last micro-batch's backward (of a split one, the weights' half) and the first one's forward: all but a layer's.
 With overlap "none" ranks wait for what a neighbour stage sends, else transfers between stages run beside passes
 ("outer": of virtual stages only).
 """
@@ -12,31 +13,30 @@ With overlap "none" ranks wait for what a neighbour stage sends, else transfers 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
 
-from moe_comm.plan.beside import FREE, hide
+from moe_comm.plan.beside import FREE
+from moe_comm.plan.blocks import BLOCKS, LINKS, Priced, Work, links, priced, seconds_of
 from moe_comm.plan.collectives import NOTHING, Moved
-from moe_comm.plan.hardware import Cluster
-from moe_comm.plan.mapping import Mapping, Place
+from moe_comm.plan.halves import splits
+from moe_comm.plan.mapping import Place
 from moe_comm.plan.model import ModelShape
 from moe_comm.plan.operators import Load, Operators, Pass
+from moe_comm.plan.orders import PassKind, PassOrder, pass_order
 from moe_comm.plan.replay import Floats, Plan, prepare, replay
-from moe_comm.plan.schedules import PassKind, PassOrder, PassSeconds, pass_order, pipeline_tasks
+from moe_comm.plan.schedules import PassSeconds, pipeline_tasks
 from moe_comm.plan.shared_cores import shared_span
 from moe_comm.plan.weights import Weights
+from moe_comm.train.pipeline.schedules import find_schedule
 from moe_comm.train.pipeline.stages import StagePlan, plan_stages
 
-LINKS = ("inside", "between", "across")
-RECOMPUTED = {"none": (), "selective": ("memory",), "full": ("product", "memory", "transfer")}
-"""Kinds of operators that backward does again."""
-CAUSES = {"product": "products", "memory": "memory passes"}
+BACK = (PassKind.BACKWARD, PassKind.INPUT, PassKind.WEIGHT)
+"""Passes that go through a stage's blocks the other way round."""
 FULL = 5
 """Groups of ``pp`` micro-batches after which a pipeline has long been full, as a rule."""
-BLOCKS = ("embedding", "dense", "moe", "head")
-"""What stages are made of: layers of two kinds, and what the first and the last have more."""
 
 
 @dataclass(frozen=True)
@@ -65,17 +65,6 @@ class Step:
     def mfu(self) -> float:
         """Model FLOPs utilisation: a fraction."""
         return self.model_flops / (self.seconds * self.gpus * self.peak)
-
-
-@dataclass(frozen=True)
-class _Block:
-    """One of ``BLOCKS`` for one micro-batch, summed up by operator. seconds: forward and backward."""
-
-    operations: Pass
-    seconds: tuple[float, float]
-    causes: dict[str, float]
-    hidden: dict[str, float]
-    sent: dict[str, dict[str, float]]
 
 
 class StepModel:
@@ -108,25 +97,30 @@ class StepModel:
         for counts in map(tuple, self._counts.astype(int).tolist()):
             if counts not in every:
                 named = zip(BLOCKS, counts, strict=True)
-                parts = [self._blocks[name].operations for name, times in named for _ in range(times)]
-                forward = tuple(one for part in parts for one in part.forward)
-                every[counts] = Pass(forward, tuple(one for part in reversed(parts) for one in part.backward))
+                parts = [self._blocks[name].operations.kinds for name, times in named for _ in range(times)]
+                forward = tuple(one for part in parts for one in part[PassKind.FORWARD])
+                later = (tuple(one for part in reversed(parts) for one in part[kind]) for kind in BACK)
+                every[counts] = Pass(forward, *later)
             found.append(every[counts])
+        if self.split:
+            found[0] = replace(found[0], input=(), weight=found[0].backward)
         return tuple(found)
+
+    @cached_property
+    def split(self) -> bool:
+        """Whether backward passes, or some of them, are run in halves."""
+        return splits(self.place.mapping)
 
     def predict(self) -> Step:
         """The step, replayed."""
-        own = _own(self.stages)
-        takes = (self._each + self._waits).sum(axis=1)
-        busy = np.array([takes[stages].sum() for stages in own]) * self.micro_batches
-        rank = int(busy.argmax())
+        rank = int(self.busy.argmax())
         hidden = self._summed(rank, "hidden")
         parts = self._summed(rank, "causes")
-        stages = own[rank]
+        stages = _own(self.stages)[rank]
         for into, array in ((parts, self._waits), (hidden, self._waited)):
-            if waits := float(array[stages].sum()):
-                into["sharded weights"] = self.micro_batches * waits
-        parts["pipeline"] = self.span - float(busy[rank])
+            if waits := float((array * self.passes)[stages].sum()):
+                into["sharded weights"] = waits
+        parts["pipeline"] = self.span - float(self.busy[rank])
         after, beside = self._behind(rank)
         parts["gradients and weights"] = after
         parts["optimizer"] = self._updated(rank)
@@ -157,7 +151,7 @@ class StepModel:
         """
         pp = self.place.mapping.parallel.pp
         if pp == 1:
-            return float((self._each + self._waits).sum()) * self.micro_batches
+            return float(self.busy[0])
         if (shared := self.place.cluster.accelerator.shared) > 1:
             order, plan, seconds = self.pipeline()
             return shared_span(plan.tasks, seconds, len(order), pp, shared)
@@ -175,10 +169,21 @@ class StepModel:
         order, plan = _graph(
             mapping.schedule, mapping.parallel.pp, micro_batches, mapping.virtual, mapping.waits_for_stages
         )
-        each = self._each + self._waits
-        takes = PassSeconds(each[:, 0], each[:, 1] / 2, each[:, 1] / 2).of(order)
+        takes = (self._each + self._waits)[order.stage, order.kind]
         hops = np.full(len(plan.tasks) - len(order), self._hop.seconds)
         return order, plan, np.concatenate([takes, hops])
+
+    @cached_property
+    def passes(self) -> Floats:
+        """How many of each kind a step has of each stage, [stages, kinds of passes]."""
+        mapping = self.place.mapping
+        return _passes(mapping.schedule, mapping.parallel.pp, self.micro_batches, mapping.virtual)
+
+    @cached_property
+    def busy(self) -> Floats:
+        """Seconds of all passes of each pipeline position, [pp]."""
+        takes = ((self._each + self._waits) * self.passes).sum(axis=1)
+        return np.array([takes[stages].sum() for stages in _own(self.stages)])
 
     @cached_property
     def _hop(self) -> Moved:
@@ -194,33 +199,44 @@ class StepModel:
         return _counts(self.stages, self.shape.dense_layers)
 
     @cached_property
-    def _blocks(self) -> dict[str, _Block]:
-        return _blocks(_Blocks.of(self.shape, self.place, self.load))
+    def _blocks(self) -> dict[str, Priced]:
+        return priced(self.shape, self.place, self.load)
 
     @cached_property
     def _each(self) -> Floats:
-        """Seconds of each stage's forward and backward, without waiting for weights, [stages, 2]."""
-        return np.asarray(self._counts @ np.array([self._blocks[name].seconds for name in BLOCKS]))
+        """Seconds of each stage's passes, without waiting for weights, [stages, kinds of passes]."""
+        return self._by_stage(self._counts @ seconds_of(self._blocks))
+
+    def _by_stage(self, found: Floats) -> Floats:
+        """[stages, kinds], with the first stage's halves as they are: the weights' has all."""
+        if self.split:
+            found[0, PassKind.INPUT], found[0, PassKind.WEIGHT] = 0.0, found[0, PassKind.BACKWARD]
+        return found
 
     # --- weights ---
 
     @cached_property
     def _waited(self) -> Floats:
-        """Of ``_moves``, what passes hide, [stages, 2]."""
+        """Of ``moves``, what passes hide, [stages, kinds of passes]."""
         mapping = self.place.mapping
         if mapping.sharding != "fsdp" or mapping.overlap == "none":
             return np.zeros_like(self._each)
-        return np.asarray(np.minimum(self._moves, self._each) * FREE)
+        return np.asarray(np.minimum(self.moves, self._each) * FREE)
 
     @cached_property
     def _waits(self) -> Floats:
-        """Of ``_moves``, what passes wait for, [stages, 2]."""
-        return self._moves - self._waited
+        """Of ``moves``, what passes wait for, [stages, kinds of passes]."""
+        return self.moves - self._waited
 
     @cached_property
-    def _moves(self) -> Floats:
-        """With "fsdp", seconds of the transfers of weights and gradients of a micro-batch, [stages, 2]."""
-        return self.weights.sharded() if self.place.mapping.sharding == "fsdp" else np.zeros_like(self._each)
+    def moves(self) -> Floats:
+        """With "fsdp", seconds of the transfers of weights and gradients of a micro-batch, [stages, kinds of passes]:
+        of halves, the input's gathers weights and the weights' scatters their gradients."""
+        found = np.zeros_like(self._each)
+        if self.place.mapping.sharding == "fsdp":
+            gathers, both = self.weights.sharded().T
+            found.T[:] = (gathers, both, gathers, both - gathers) if self.split else (gathers, both, both, 0 * both)
+        return self._by_stage(found)
 
     def _after(self, rank: int) -> dict[str, Moved]:
         """What is summed and gathered behind the last pass."""
@@ -242,8 +258,9 @@ class StepModel:
             stages = _own(self.stages)[rank]
             layers = self._counts[stages][:, 1:3].sum()
             share = FREE * (1 - 1 / layers) if layers else 0.0
-            forward, backward = self._each[stages].sum(axis=0) * share
-            left = {"gradients": float(backward), "weights": float(forward)}
+            each = self._each[stages].sum(axis=0) * share
+            last = PassKind.WEIGHT if self.split else PassKind.BACKWARD
+            left = {"gradients": float(each[last]), "weights": float(each[PassKind.FORWARD])}
             for name, one in every.items():
                 kind = name.split()[-1]
                 if took := min(one.seconds, left[kind]):
@@ -253,100 +270,48 @@ class StepModel:
 
     # --- what is told ---
 
-    def _times(self, rank: int) -> Iterator[tuple[_Block, float]]:
-        """The blocks of a position, and how often a step runs each."""
-        counts = self._counts[_own(self.stages)[rank]].sum(axis=0) * self.micro_batches
-        for name, times in zip(BLOCKS, counts.tolist(), strict=True):
-            if times:
-                yield self._blocks[name], times
+    def _times(self, rank: int) -> Iterator[tuple[Work, float]]:
+        """What a position does, by block and kind of pass, and how often in a step."""
+        for name, times in zip(BLOCKS, self._work[rank].tolist(), strict=True):
+            for work, count in zip(self._blocks[name].work, times, strict=True):
+                if count:
+                    yield work, count
+
+    @cached_property
+    def _work(self) -> Floats:
+        """How often each position does each block's work of each kind, [pp, blocks, kinds of passes]."""
+        passes = self.passes.copy()
+        if self.split:  # the first stage's are whole
+            passes[0, PassKind.BACKWARD] += passes[0, PassKind.WEIGHT]
+            passes[0, PassKind.INPUT] = passes[0, PassKind.WEIGHT] = 0
+        return np.array([self._counts[stages].T @ passes[stages] for stages in _own(self.stages)])
 
     def _summed(self, rank: int, what: str) -> dict[str, float]:
         """Seconds of a position by cause: products, memory passes, and each transfer by name; or those hidden."""
         found: dict[str, float] = {}
-        for block, times in self._times(rank):
-            for name, seconds in getattr(block, what).items():
+        for work, times in self._times(rank):
+            for name, seconds in getattr(work, what).items():
                 found[name] = found.get(name, 0.0) + times * seconds
         return found
 
     def _sent(self, rank: int) -> dict[str, dict[str, float]]:
         found: dict[str, dict[str, float]] = {}
 
-        def add(name: str, links: dict[str, float], times: float) -> None:
+        def add(name: str, sent: dict[str, float], times: float) -> None:
             into = found.setdefault(name, dict.fromkeys(LINKS, 0.0))
             for link in LINKS:
-                into[link] += times * links[link]
+                into[link] += times * sent[link]
 
-        for block, times in self._times(rank):
-            for name, links in block.sent.items():
-                add(name, links, times)
-        own, last = _own(self.stages)[rank], self.stages.num_stages - 1
-        hops = sum((stage < last) + (stage > 0) for stage in own)  # forward to the next one, back to the one before
-        add("stages", _links(self._hop), self.micro_batches * hops)
+        for work, times in self._times(rank):
+            for name, sent in work.sent.items():
+                add(name, sent, times)
+        add("stages", links(self._hop), self.micro_batches * float(neighbours(self.stages)[rank]))
         for name, moved in self._after(rank).items():
-            add(name, _links(moved), 1)
-        return {name: links for name, links in found.items() if any(links.values())}
+            add(name, links(moved), 1)
+        return {name: sent for name, sent in found.items() if any(sent.values())}
 
 
 # ---- what many mappings share
-
-
-@dataclass(frozen=True)
-class _Blocks:
-    """What blocks depend on; ``place`` is one of those that they are the same for."""
-
-    shape: ModelShape
-    cluster: Cluster
-    load: Load
-    degrees: tuple[int, int, int, int]
-    settings: tuple[int, str, str]
-    place: Place = field(compare=False)
-
-    @classmethod
-    def of(cls, shape: ModelShape, place: Place, load: Load) -> _Blocks:
-        mapping, p = place.mapping, place.mapping.parallel
-        settings = (mapping.micro_batch, mapping.recompute, mapping.overlap)
-        return cls(shape, place.cluster, load, (p.tp, p.cp, p.ep, p.etp), settings, place)
-
-
-@lru_cache(maxsize=2048)
-def _blocks(key: _Blocks) -> dict[str, _Block]:
-    shape, operators = key.shape, Operators(key.shape, key.place, key.load)
-    mapping, empty = key.place.mapping, Pass((), ())
-    every = {
-        "embedding": operators.embedding(),
-        "dense": _again(operators.layer("dense"), mapping) if shape.dense_layers else empty,
-        "moe": _again(operators.layer("moe"), mapping) if shape.moe_layers else empty,
-        "head": hide(operators.head(), 0, mapping.overlap),
-    }
-    return {name: _summed_up(one) for name, one in every.items()}
-
-
-def _again(layer: Pass, mapping: Mapping) -> Pass:
-    """With what is done again before backward, and what is hidden."""
-    kinds = RECOMPUTED[mapping.recompute]
-    again = tuple(one for one in layer.forward if one.kind in kinds)
-    return hide(Pass(layer.forward, again + layer.backward), len(again), mapping.overlap)
-
-
-def _summed_up(one: Pass) -> _Block:
-    causes: dict[str, float] = {}
-    hidden: dict[str, float] = {}
-    sent: dict[str, dict[str, float]] = {}
-    for each in (*one.forward, *one.backward):
-        moves = each.kind == "transfer"
-        name = each.name.removesuffix(" again") if moves else CAUSES[each.kind]
-        causes[name] = causes.get(name, 0.0) + each.shown
-        if each.hidden:
-            hidden[name] = hidden.get(name, 0.0) + each.hidden
-        if moves:
-            links = sent.setdefault(name, dict.fromkeys(LINKS, 0.0))
-            for link, count in _links(each.moved).items():
-                links[link] += count
-    return _Block(one, one.seconds(), causes, hidden, sent)
-
-
-def _links(moved: Moved) -> dict[str, float]:
-    return {link: getattr(moved, link) for link in LINKS}
 
 
 @lru_cache(maxsize=1024)
@@ -367,6 +332,17 @@ def _counts(stages: StagePlan, dense_layers: int) -> Floats:
 
 
 @lru_cache(maxsize=1024)
+def neighbours(stages: StagePlan) -> Floats:
+    """How many passes of a micro-batch take something from another rank, and how many send something to one, [pp]."""
+    found = np.zeros(stages.pp)
+    for stage in range(1, stages.num_stages):
+        below, above = stages.rank_of(stage - 1), stages.rank_of(stage)
+        if below != above:
+            found[[below, above]] += 1
+    return found
+
+
+@lru_cache(maxsize=1024)
 def _own(stages: StagePlan) -> tuple[list[int], ...]:
     """The stages of each pipeline position."""
     return tuple(list(stages.stages_of(rank)) for rank in range(stages.pp))
@@ -377,16 +353,35 @@ def _model_flops(shape: ModelShape, seq_len: int) -> float:
     return shape.model_flops(seq_len)
 
 
+@lru_cache(maxsize=1024)
+def _passes(schedule: str, pp: int, micro_batches: int, virtual: int) -> Floats:
+    """How many of each kind there are of each stage, [stages, kinds of passes]."""
+    found = np.zeros((pp * virtual, len(PassKind)))
+    if pp == 1 or not find_schedule(schedule).splits_backward:
+        found[:, [PassKind.FORWARD, PassKind.BACKWARD]] = micro_batches
+    elif schedule != "dualpipev":
+        found[:, [PassKind.FORWARD, PassKind.INPUT, PassKind.WEIGHT]] = micro_batches
+    else:  # what fills the pipeline and empties it has halves; each micro-batch more is whole
+        order = pass_order(schedule, pp, 2 * pp, virtual)
+        np.add.at(found, (order.stage, order.kind), 1)
+        found[:, [PassKind.FORWARD, PassKind.BACKWARD]] += micro_batches - 2 * pp
+    found.setflags(write=False)
+    return found
+
+
 def _period(order: PassOrder, end: Floats, span: float) -> float | None:
     """Seconds that ``pp`` more micro-batches add, if passes show that it is always the same: those of the middle of
     ``FULL`` groups of ``pp`` all end as much later than the ones a group before. None: they do not."""
-    at = np.full((2, order.stages, order.micro_batches), -1, dtype=np.int64)
-    at[(order.kind != PassKind.FORWARD).astype(np.int64), order.stage, order.micro] = np.arange(len(order))
-    forward, backward = end[at].reshape(2, order.stages, FULL, order.pp)
-    later = np.concatenate(
-        [np.diff(forward[:, 2:], axis=1).ravel(), np.diff(backward[:, 1 : FULL - 2], axis=1).ravel()]
-    )
-    return float(later[0]) if np.ptp(later) <= 1e-9 * span else None
+    at = np.full((len(PassKind), order.stages, order.micro_batches), -1, dtype=np.int64)
+    at[order.kind, order.stage, order.micro] = np.arange(len(order))
+    later = []
+    for kind, found in zip(PassKind, at, strict=True):
+        groups = slice(2, FULL) if kind == PassKind.FORWARD else slice(1, FULL - 2)
+        ends = np.where(found < 0, np.nan, end[found]).reshape(order.stages, FULL, order.pp)[:, groups]
+        later.append(np.diff(ends, axis=1).ravel())
+    every = np.concatenate(later)
+    every = every[~np.isnan(every)]
+    return float(every[0]) if np.ptp(every) <= 1e-9 * span else None
 
 
 @lru_cache(maxsize=128)

@@ -92,7 +92,7 @@ def timeline(model: StepModel, most: int = MOST_PIECES) -> Timeline:
     parts = parts_of(model)
     cuts = _cuts(model, parts)
     micro_batches = parts.order.micro_batches
-    each = np.array([len(cuts[stage, way]) for stage, way in zip(parts.order.stage, parts.way, strict=True)])
+    each = np.array([len(cuts[stage, way]) for stage, way in zip(parts.order.stage, parts.order.kind, strict=True)])
     per_micro = np.bincount(parts.order.micro, each, minlength=micro_batches)
     fixed = len(parts.tasks) + len(parts.after) * parts.order.pp
     detailed = int(np.searchsorted(np.cumsum(per_micro), max(most - fixed, 0), side="right"))
@@ -105,16 +105,16 @@ def timeline(model: StepModel, most: int = MOST_PIECES) -> Timeline:
 
 def _passes(parts: Parts, cuts: dict[tuple[int, int], list[_Cut]], detailed: int) -> list[Piece]:
     order, times = parts.order, parts.times
-    columns = (order.rank, order.kind, order.stage, order.micro, parts.way, times.begin, times.end)
+    columns = (order.rank, order.kind, order.stage, order.micro, times.begin, times.end)
     rows = zip(*(column[: len(order)].tolist() for column in columns), strict=True)
     names = {int(kind): kind.name.lower() for kind in PassKind}
     found = []
-    for rank, kind, stage, micro, way, begin, end in rows:
+    for rank, kind, stage, micro, begin, end in rows:
         found.append(Piece(rank, "pass", names[kind], begin, end, stage, micro))
         if micro < detailed:
             found += [
                 Piece(rank, one.stream, one.name, begin + one.begin, min(begin + one.end, end), stage, micro)
-                for one in cuts[stage, way]
+                for one in cuts[stage, kind]
             ]
     return found
 
@@ -162,19 +162,18 @@ def _behind(parts: Parts) -> list[Piece]:
 
 
 def _cuts(model: StepModel, parts: Parts) -> dict[tuple[int, int], list[_Cut]]:
-    """The operators of each stage's forward (0) and backward (1)."""
+    """The operators of each stage's passes, by kind."""
     takes: dict[tuple[int, int], float] = {}
     order = parts.order
-    for stage, way, seconds in zip(order.stage.tolist(), parts.way.tolist(), parts.seconds.tolist(), strict=False):
-        takes[stage, way] = max(seconds, takes.get((stage, way), 0.0))
+    for stage, kind, seconds in zip(order.stage.tolist(), order.kind.tolist(), parts.seconds.tolist(), strict=False):
+        takes[stage, kind] = max(seconds, takes.get((stage, kind), 0.0))
     known: dict[tuple[tuple[Operation, ...], float, float], list[_Cut]] = {}
     found = {}
-    for (stage, way), seconds in takes.items():
-        one = model.stage_passes[stage]
-        key = one.backward if way else one.forward, seconds, float(parts.weights[stage, way])
+    for (stage, kind), seconds in takes.items():
+        key = model.stage_passes[stage].kinds[kind], seconds, float(parts.weights[stage, kind])
         if key not in known:
             known[key] = _cut(*key)
-        found[stage, way] = known[key]
+        found[stage, kind] = known[key]
     return found
 
 

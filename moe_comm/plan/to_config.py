@@ -88,9 +88,7 @@ def _parallel(question: Question, mapping: Mapping) -> Table[str, object]:
     found: dict[str, object] = {"ranks": p.world}
     found |= {axis: getattr(p, axis) for axis in ("tp", "cp", "dp", "pp", "ep", "etp")}
     if p.pp > 1:
-        schedule = question.policy.schedule
-        found |= {"schedule": schedule or mapping.schedule}
-        found |= {"virtual": mapping.virtual} if schedule is None else {}
+        found |= {"schedule": mapping.schedule, "virtual": mapping.virtual}
     found["sharding"] = mapping.sharding
     if mapping.overlap in ("inter", "all"):
         found |= {"overlap_chunks": "auto", "interleave": _interleaves(question, mapping)}

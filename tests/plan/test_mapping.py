@@ -48,6 +48,32 @@ def test_a_mapping_that_cannot_be_is_refused(text: str, message: str) -> None:
         Mapping.parse(text, 128)
 
 
+def test_a_schedule_is_the_usual_one_unless_it_is_named() -> None:
+    found = {text: Mapping.parse(text, 8) for text in ("pp=4", "pp=4,vpp=2")}
+    assert [one.schedule for one in found.values()] == ["1f1b", "interleaved_1f1b"]
+    named = Mapping.parse("pp=4", 8, pipeline="zbv")
+    assert (named.schedule, named.virtual) == ("zbv", 2) and str(named).endswith(", zbv")
+    assert Mapping.parse("pp=4,vpp=3", 8, pipeline="zero_bubble").virtual == 3
+    assert Mapping.parse("pp=4", 8, pipeline="1f1b") == found["pp=4"]
+    assert Mapping.parse("pp=4,vpp=2", 8, pipeline="interleaved_1f1b") == found["pp=4,vpp=2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "schedule", "message"),
+    [
+        ("pp=4,vpp=1", "zbv", "needs exactly 2 stages a rank"),
+        ("pp=4,vpp=3", "dualpipev", "needs exactly 2 stages a rank"),
+        ("pp=4,vpp=2", "1f1b", "needs exactly 1 stages a rank"),
+        ("pp=4,vpp=1", "interleaved_1f1b", "needs at least 2"),
+        ("tp=2", "zbv", "schedule = zbv needs a pipeline"),
+        ("pp=4", "2f2b", "schedule must be one of"),
+    ],
+)
+def test_a_schedule_that_the_trainer_would_refuse_is_refused(text: str, schedule: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Mapping.parse(text, 8, pipeline=schedule)
+
+
 def test_a_batch_that_cannot_be_cut_is_refused() -> None:
     with pytest.raises(ConfigError, match="100 sequences cannot be cut into micro-batches of 1 on 8"):
         Mapping.parse("tp=2,pp=8,ep=8", 128).micro_batches(100)

@@ -174,6 +174,19 @@ def test_the_degrees_that_are_told_are_read_again(capsys: pytest.CaptureFixture[
     assert answered(capsys, mapping=first["mapping"]["option"])["step_s"] == first["step_s"]
 
 
+def test_a_schedule_is_planned_as_it_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    usual = answered(capsys, mapping="tp=2,pp=8,ep=8")
+    assert usual["mapping"]["schedule"] == "1f1b"
+    found = answered(capsys, mapping="tp=2,pp=8,ep=8", schedule="zbv")
+    assert (found["mapping"]["schedule"], found["mapping"]["vpp"]) == ("zbv", 2)
+    assert found["bubble_share"] < usual["bubble_share"] / 2
+    assert cli.run(words(mapping="tp=2,pp=8,ep=8", schedule="zbv")) == 0
+    assert "vpp 2 (zbv)" in " ".join(capsys.readouterr().out.split())
+    assert cli.run(words(mapping="tp=2,ep=8", schedule="zbv")) == 2
+    assert "schedule = zbv needs a pipeline: pp is 1" in capsys.readouterr().err
+    assert answered(capsys, mapping="tp=2,ep=8")["mapping"]["schedule"] is None
+
+
 def test_coupled_experts_lie_inside_data_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
     found = answered(capsys, "--coupled", mapping="tp=2,pp=8,ep=4")
     assert (found["mapping"]["etp"], found["mapping"]["edp"]) == (2, 2)
@@ -287,7 +300,8 @@ def test_a_search_finds_what_its_winner_is_predicted_to_take(
     searched: tuple[dict[str, Any], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     best = searched[0]["mapping"]
-    fixed = {key: str(best[key]) for key in ("micro_batch", "recompute", "sharding", "overlap")}
+    keys = ("micro_batch", "recompute", "sharding", "overlap", "schedule")
+    fixed = {key: str(best[key]) for key in keys if best[key] is not None}
     again = answered(capsys, mapping=best["option"], **fixed, **SMALL)
     assert again["step_s"] == pytest.approx(searched[0]["step_s"], rel=1e-12) and again["mapping"] == best
 

@@ -75,7 +75,7 @@ def test_an_answer_adds_up_and_is_what_its_own_option_gives(case: tuple[Any, ...
         expected = flops_a_token(asked.shape, asked.load.seq_len) * tokens / peak / told["step_s"]
         assert told["mfu"] == pytest.approx(expected)
         said = told["mapping"]
-        open_ones = {name: said[name] for name in ("micro_batch", "recompute", "sharding", "overlap")}
+        open_ones = {name: said[name] for name in ("micro_batch", "recompute", "sharding", "overlap", "schedule")}
         again = Given(said["option"], **open_ones).candidate(asked)
         assert (again.step.seconds, again.fit) == (one.step.seconds, one.fit)
     assert found.best

@@ -20,6 +20,9 @@ SMALL = {
     "sharded weights": ("ep=4,pp=2", 16, {"sharding": "fsdp"}),
     "overlap": ("tp=2,pp=2,ep=4", 16, {"overlap": "all"}),
     "alone": ("", 1, {}),
+    "zero bubble": ("tp=2,pp=2,vpp=2,ep=2", 16, {"pipeline": "zero_bubble"}),
+    "V": ("pp=4,ep=2", 16, {"pipeline": "zbv", "overlap": "inter", "recompute": "selective"}),
+    "pairs": ("pp=4,ep=2", 16, {"pipeline": "dualpipev", "sharding": "fsdp"}),
 }
 
 

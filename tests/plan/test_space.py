@@ -15,7 +15,9 @@ from moe_comm.plan.memory import memory
 from moe_comm.plan.model_file import model_named
 from moe_comm.plan.operators import Load
 from moe_comm.plan.question import Question
-from moe_comm.plan.space import Space
+from moe_comm.plan.space import SCHEDULES, Space
+from moe_comm.train.pipeline.schedules import check_micro_batches
+from moe_comm.train.pipeline.stages import plan_stages
 
 
 def question(name: str, gpus: int, batch: int, seq: int = 4096, host: int = 8) -> Question:
@@ -74,6 +76,26 @@ def test_choices_can_be_fixed() -> None:
     for settings in ({"recompute": "some"}, {"micro_batch": 0}, {"tp": 2}, {"overlap": ()}):
         with pytest.raises(ConfigError):
             Space.of(**settings)
+
+
+def test_schedules_are_those_that_the_trainer_runs_and_can_be_fixed() -> None:
+    asked = question("mixtral-8x7b", 16, 48)
+    space = replace(ONE, micro_batches=(1, 2))
+    every = {name: set(replace(space, schedule=(name,)).candidates(asked)) for name in SCHEDULES}
+    assert set().union(*every.values()) - every["gpipe"] <= set(space.candidates(asked))
+    layers = asked.shape.layers
+    for name, found in every.items():
+        piped = {one for one in found if one.parallel.pp > 1}
+        assert piped and {one.schedule for one in piped} == {name}
+        for one in piped:
+            plan_stages(layers, one.parallel.pp, name, virtual=one.virtual)
+            check_micro_batches(name, one.parallel.pp, one.micro_batches(48))
+    assert not {one for one in space.candidates(asked) if one.schedule == "gpipe"}
+    short = question("mixtral-8x7b", 16, 16)  # 4 micro-batches for 8 ranks: not enough for 1f1b
+    few = {one.schedule for one in space.candidates(short) if one.micro_batches(16) < one.parallel.pp}
+    assert few and not few & {"1f1b", "dualpipev"}
+    with pytest.raises(ConfigError, match="schedule must be"):
+        Space.of(schedule="1f2b")
 
 
 def test_divisors() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from moe_comm.errors import ConfigError
+from moe_comm.plan import blocks as blocks_module
 from moe_comm.plan import step as step_module
 from moe_comm.plan.hardware_table import cluster_named
 from moe_comm.plan.mapping import Mapping, Place
@@ -31,6 +33,42 @@ def test_parts_add_up_to_the_step(mapping: str) -> None:
     assert 0.05 < found.mfu < 0.8
     assert found.tokens_per_s == pytest.approx(256 * 4096 / found.seconds)
     assert found.mfu * found.seconds == pytest.approx(found.model_flops / (128 * 989.5e12), rel=1e-3)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble", "zbv", "dualpipev"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"overlap": "all", "recompute": "selective"}, {"recompute": "full"}, {"sharding": "fsdp", "overlap": "inter"}],
+    ids=lambda settings: "-".join(settings.values()),
+)
+def test_parts_of_every_schedule_add_up(schedule: str, settings: dict[str, str]) -> None:
+    one = model("mixtral-8x22b", "tp=2,pp=4,ep=8", 64, batch=128, pipeline=schedule, **settings)
+    found = one.predict()
+    assert sum(found.breakdown.values()) == pytest.approx(found.seconds)
+    assert min(found.breakdown.values()) > -1e-9
+    order, plan, seconds = one.pipeline()
+    busy = [seconds[: len(order)][order.rank == rank].sum() for rank in range(4)]
+    assert one.busy == pytest.approx(np.array(busy))
+    assert one.span == pytest.approx(float(replay(plan, seconds).span), rel=1e-12)
+    waiting = {"pipeline", "gradients and weights", "optimizer"}
+    assert sum(took for name, took in found.breakdown.items() if name not in waiting) == pytest.approx(max(busy))
+    whole = model("mixtral-8x22b", "tp=2,pp=4,ep=8", 64, batch=128, **settings).predict()
+    for name in ("dispatch", "combine"):
+        sent, usual = (sum(each.sent[name].values()) for each in (found, whole))
+        assert sent == pytest.approx(usual), "no schedule moves fewer rows"
+
+
+def test_split_backward_passes_leave_less_of_a_bubble_and_cost_more_work() -> None:
+    def found(schedule: str | None) -> StepModel:
+        return model("mixtral-8x22b", "tp=2,pp=8,ep=8", 128, pipeline=schedule)
+
+    plain = found(None)
+    for schedule in ("zero_bubble", "zbv", "dualpipev"):
+        one = found(schedule)
+        assert one.predict().breakdown["pipeline"] < plain.predict().breakdown["pipeline"] / 2
+        assert one.busy.sum() > plain.busy.sum(), "experts' gradients come in two goes"
+    fused = model("mixtral-8x22b", "tp=2,pp=8,ep=8", 128, pipeline="zero_bubble", overlap="all")
+    assert fused.predict().breakdown["products"] == pytest.approx(plain.predict().breakdown["products"])
 
 
 def test_one_rank_moves_nothing_and_waits_for_nobody() -> None:
@@ -210,8 +248,18 @@ def test_work_grows_with_neither_ranks_nor_micro_batches(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(step_module, "replay", counted)
     monkeypatch.setattr(step_module, "Operators", made)
-    step_module._blocks.cache_clear()
+    monkeypatch.setattr(blocks_module, "Operators", made)
+    blocks_module._priced.cache_clear()
     for gpus, batch in ((1440, 18 * 100), (100_000, 1250 * 100), (100_000, 1250 * 400)):
         assert step("deepseek-v3", "tp=8,pp=10,ep=8", gpus, batch=batch).seconds > 0
     assert len(tasks) == 3 and len(set(tasks)) == 1, "all micro-batches beyond a full pipeline are alike"
     assert len(timed) <= 2 + 3, "blocks once for each cluster, rows between stages once for each step"
+
+
+def test_gpipe_is_no_faster_than_1f1b() -> None:
+    for overlap in ("none", "inter"):
+        plain, gpipe = (
+            step("mixtral-8x22b", "tp=2,pp=8,ep=8", 128, overlap=overlap, pipeline=schedule)
+            for schedule in (None, "gpipe")
+        )
+        assert gpipe.seconds == pytest.approx(plain.seconds, rel=1e-9)

@@ -31,8 +31,14 @@ def streams(found: Timeline) -> dict[tuple[int, str], list[Piece]]:
     return every
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(way.values()))
-@pytest.mark.parametrize("mapping", MAPPINGS)
+SPLIT = [{"pipeline": schedule, **way} for schedule in ("zero_bubble", "zbv", "dualpipev") for way in WAYS]
+
+
+@pytest.mark.parametrize(
+    ("mapping", "way"),
+    [(mapping, way) for mapping in MAPPINGS for way in WAYS] + [("tp=2,pp=4,ep=8", way) for way in SPLIT],
+    ids=lambda each: each if isinstance(each, str) else "-".join(each.values()),
+)
 def test_a_timeline_is_as_long_as_the_prediction_and_no_stream_does_two_things_at_once(
     mapping: str, way: dict[str, str]
 ) -> None:
@@ -62,6 +68,23 @@ def test_every_operator_of_every_pass_is_there_and_inside_its_pass() -> None:
             ]
             assert [piece.name for piece in inside] == [operation.name for operation in operations]
             assert sum(piece.seconds for piece in inside) == pytest.approx(passes.seconds()[name == "backward"])
+
+
+def test_halves_of_a_backward_have_the_operators_of_their_own() -> None:
+    one = model("mixtral-8x7b", "tp=2,pp=4,ep=8", 32, batch=16, pipeline="zbv")
+    found = timeline(one)
+    for rank, stage in ((0, 0), (2, 2), (1, 6)):
+        passes = one.stage_passes[stage]
+        for name, operations in (("input", passes.input), ("weight", passes.weight)):
+            (whole,) = [p for p in found.of(rank, "pass") if (p.name, p.stage, p.micro_batch) == (name, stage, 1)]
+            inside = [
+                piece.name
+                for piece in found.of(rank)
+                if (piece.stage, piece.micro_batch) == (stage, 1)
+                and whole.begin <= piece.begin < piece.end <= whole.end + 1e-12
+                and piece.stream not in ("pass", "stage", "stage back")
+            ]
+            assert inside == [operation.name for operation in operations]
 
 
 def test_passes_are_those_of_the_replay_and_the_optimizer_is_behind_them() -> None:

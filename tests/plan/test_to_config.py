@@ -32,12 +32,14 @@ def written(asked: Question, mapping: Mapping, folder: Path) -> TrainConfig:
     return load(path)
 
 
-def test_the_best_of_a_search_trains(tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv"])
+def test_the_best_of_a_search_trains(schedule: str, tmp_path: Path) -> None:
     asked = Question(TINY, cluster_named("h100", 4, 2), Load(32, "fp32"), 8)
-    space = Space(sharding=("zero1",), recompute=("selective",), micro_batches=(1,), virtual=(2,))
+    space = Space.of(sharding="zero1", recompute="selective", micro_batch=1, virtual=2, schedule=schedule)
     best = next(one for one in search(asked, space).best if one.mapping.parallel.pp == 2)
     config = written(asked, best.mapping, tmp_path)
     assert config.parallel.mapping(4) == best.mapping.parallel
+    assert (config.parallel.schedule, config.parallel.virtual) == (schedule, 2)
     text = tmp_path / "text.txt"
     text.write_text("a quick brown fox jumps over the lazy dog, again and again\n" * 300)
     settings = ["run.steps=2", f"run.folder={tmp_path}", f"data.source={text}", f"data.cache={tmp_path / 'cache'}"]
