@@ -225,6 +225,7 @@ def shape_of_hugging_face(config: Mapping[str, Any], where: str = "config.json")
         full_layers=full_layers,
         zero_experts=read.optional("zero_expert_num") or 0,
         shortcut=family.shortcut,
+        **(_groups(read) if experts else {}),
     )
 
 
@@ -284,6 +285,14 @@ def _latent(read: _Reader) -> Latent | None:
         read.count((name,)) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     )
     return Latent(read.optional("q_lora_rank", least=1), kv_rank, nope, rope, value)
+
+
+def _groups(read: _Reader) -> dict[str, int]:
+    """Of group-limited routing, which DeepSeek-V2 has only by one of its methods."""
+    groups, top = read.optional("n_group", least=1), read.optional("topk_group", least=1)
+    if groups is None or top is None or read.text("topk_method") == "greedy":
+        return {}
+    return {"groups": groups, "top_groups": top}
 
 
 def _dense_layers(read: _Reader, layers: int) -> int:

@@ -23,8 +23,7 @@ FAMILIES = {"none": "mixtral", "head": "qwen3_moe", "full": "olmoe"}
 """By how queries and keys are normed, of models without latent attention."""
 _LR = 3e-4
 _UNKNOWN = (
-    "What a plan does not know is left as it is by default: text, tokenizer, learning rate, rope_theta, groups of",
-    "DeepSeek-V3's routing. Give your own.",
+    "What a plan does not know is left as it is by default: text, tokenizer, learning rate, rope_theta. Give your own.",
 )
 
 
@@ -122,6 +121,8 @@ def _model(question: Question) -> dict[str, object]:
         found["head_dim"] = shape.score_dim + shape.score_dim % 2  # of no use here, but what is left out must divide
     if shape.moe_layers:
         found |= {"experts": shape.experts, "top_k": shape.top_k, "ffn": shape.ffn}
+        if shape.groups > 1:
+            found |= {"expert_groups": shape.groups, "top_groups": shape.top_groups}
     for name, value in {
         "shared_ffn": shape.shared_ffn,
         "first_dense": shape.dense_layers,
