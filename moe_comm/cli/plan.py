@@ -50,6 +50,13 @@ class Sharding(StrEnum):
     fsdp = "fsdp"
 
 
+class PlanDispatcher(StrEnum):
+    auto = "auto"
+    all_to_all = "all_to_all"
+    all_gather = "all_gather"
+    hierarchical = "hierarchical"
+
+
 def _option(
     help: str, metavar: str | None = None, *, flags: str | None = None, by: str | bool = False, **more: Any
 ) -> Any:
@@ -91,6 +98,9 @@ def plan(
     sharding: Annotated[
         Sharding | None, _option("Of weights and optimizer.", by="search: all, --mapping: zero1")
     ] = None,
+    dispatcher: Annotated[
+        PlanDispatcher, typer.Option(help="How rows get to their experts; auto: the fastest.")
+    ] = PlanDispatcher.auto,
     top: Annotated[int | None, _option("Mappings to tell of a search.", by="10", min=1)] = None,
     slow: Annotated[
         list[str] | None, _option("A rank that computes so many times longer; repeat for more.", "RANK=FACTOR")
@@ -141,7 +151,13 @@ def plan(
             load("moe_comm.plan.operators", "train").Load.assumed(seq_len, dtype.value, capacity_factor, imbalance),
             global_batch,
         )
-        fixed = {"micro_batch": micro_batch, "recompute": recompute, "sharding": sharding, "overlap": overlap}
+        fixed: dict[str, Any] = {
+            "micro_batch": micro_batch,
+            "recompute": recompute,
+            "sharding": sharding,
+            "overlap": overlap,
+        }
+        fixed["dispatcher"] = None if dispatcher is PlanDispatcher.auto else dispatcher
         fixed = {name: getattr(value, "value", value) for name, value in fixed.items() if value is not None}
         if mapping is None:
             _search(question, folded, fixed, top or TOP, outputs)

@@ -153,6 +153,7 @@ def _mapping(mapping: Mapping, global_batch: int) -> dict[str, Any]:
         "sharding": mapping.sharding,
         "recompute": mapping.recompute,
         "overlap": mapping.overlap,
+        "dispatcher": mapping.dispatcher,
         "option": degrees(mapping),
     }
 

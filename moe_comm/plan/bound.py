@@ -17,7 +17,7 @@ from functools import lru_cache
 import numpy as np
 
 from moe_comm.plan.hardware import Cluster
-from moe_comm.plan.mapping import Mapping, Overlap, Place, Recompute
+from moe_comm.plan.mapping import Dispatcher, Mapping, Overlap, Place, Recompute
 from moe_comm.plan.question import Question
 from moe_comm.plan.replay import Floats
 from moe_comm.plan.step import BLOCKS, StepModel
@@ -69,19 +69,28 @@ class Bounded(StepModel):
 
 
 class Floor:
-    """Bounds of mappings from their degrees, stages, micro-batch, recomputing and overlap alone, whatever the sharding:
-    of the pipeline's passes, without what moves between stages. Cheap, for mappings share what a layer takes."""
+    """Bounds of mappings from their degrees, stages, micro-batch, recomputing, overlap and dispatcher alone: of the
+    pipeline's passes, whatever the sharding, without what moves between stages. Cheap, for mappings share what a layer
+    takes."""
 
     def __init__(self, question: Question) -> None:
         self.question = question
         self._seconds: dict[tuple[object, ...], Floats] = {}
 
-    def of(self, p: ParallelConfig, virtual: int, micro_batch: int, recompute: Recompute, overlap: Overlap) -> float:
+    def of(
+        self,
+        p: ParallelConfig,
+        virtual: int,
+        micro_batch: int,
+        recompute: Recompute,
+        overlap: Overlap,
+        dispatcher: Dispatcher = "all_to_all",
+    ) -> float:
         """Seconds below which no step with such a mapping comes."""
         shape = self.question.shape
-        key = (p.tp, p.cp, p.ep, p.etp, micro_batch, recompute, overlap)
+        key = (p.tp, p.cp, p.ep, p.etp, micro_batch, recompute, overlap, dispatcher)
         if (seconds := self._seconds.get(key)) is None:
-            mapping = Mapping(p, 1, micro_batch, recompute=recompute, overlap=overlap)
+            mapping = Mapping(p, 1, micro_batch, recompute=recompute, overlap=overlap, dispatcher=dispatcher)
             seconds = self._seconds[key] = Bounded.of(self.question, mapping).block_seconds()
         before, own = _held(shape.layers, shape.dense_layers, p.pp, virtual)
         micro_batches = self.question.global_batch // (p.dp * micro_batch)

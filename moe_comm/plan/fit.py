@@ -93,7 +93,7 @@ def changes_that_fit(
             if kind in found:
                 continue
             try:
-                fit = fits(memory(shape, changed, load, global_batch, policy), accelerator, reserve)
+                fit = fits(memory(shape, changed, load, global_batch, policy, host), accelerator, reserve)
             except ConfigError:  # a batch, a schedule or layers that cannot be cut so
                 continue
             if fit:
@@ -145,7 +145,10 @@ def _changed(shape: ModelShape, mapping: Mapping, load: Load, host: int | None) 
             except ConfigError:  # experts' ranks no longer divide the stage
                 continue
             if suits(shape, parallel, load, host) is None:
-                yield axis, f"{axis} {degree}", replace(mapping, parallel=parallel)
+                # Fewer of a host's ranks share experts then: maybe one, with nobody to pass rows on to.
+                alone = axis == "etp" and mapping.dispatcher == "hierarchical"
+                changed = replace(mapping, dispatcher="all_to_all") if alone else mapping
+                yield axis, f"{axis} {degree}", replace(changed, parallel=parallel)
 
 
 def _changed_twice(

@@ -199,6 +199,7 @@ def shape_of_hugging_face(config: Mapping[str, Any], where: str = "config.json")
     biased = family.qkv_bias if "qkv_bias" not in config else read.flag("qkv_bias")
     biased, both = biased or read.flag("attention_bias"), read.flag("attention_bias") and family.out_bias
     shared = _shared_ffn(read, kind, expert_ffn or 0) if experts else 0
+    groups, top_groups = _groups(read) if experts else (1, 1)
     return ModelShape(
         name=_title(Path(where)) or kind,
         layers=layers,
@@ -225,7 +226,8 @@ def shape_of_hugging_face(config: Mapping[str, Any], where: str = "config.json")
         full_layers=full_layers,
         zero_experts=read.optional("zero_expert_num") or 0,
         shortcut=family.shortcut,
-        **(_groups(read) if experts else {}),
+        groups=groups,
+        top_groups=top_groups,
     )
 
 
@@ -287,12 +289,12 @@ def _latent(read: _Reader) -> Latent | None:
     return Latent(read.optional("q_lora_rank", least=1), kv_rank, nope, rope, value)
 
 
-def _groups(read: _Reader) -> dict[str, int]:
+def _groups(read: _Reader) -> tuple[int, int]:
     """Of group-limited routing, which DeepSeek-V2 has only by one of its methods."""
     groups, top = read.optional("n_group", least=1), read.optional("topk_group", least=1)
     if groups is None or top is None or read.text("topk_method") == "greedy":
-        return {}
-    return {"groups": groups, "top_groups": top}
+        return 1, 1
+    return groups, top
 
 
 def _dense_layers(read: _Reader, layers: int) -> int:

@@ -6,8 +6,8 @@
 
 With b tokens of hidden size h on a rank of a tensor-parallel group of n, in elements sent by each rank and direction
 (MegaScale-MoE, arXiv 2505.11432, section 3): attention 2 b h (n - 1), an MoE layer 2 k b h (n - 1) / n over n
-expert-parallel ranks. Backward has two products for each, and every transfer the other way round; with tp the input is
-gathered once more for the weights' gradient.
+expert-parallel ranks by all_to_all (``dispatching.py`` has the other dispatchers). Backward has two products for each,
+and every transfer the other way round; with tp the input is gathered once more for the weights' gradient.
 
 Routing is in equal parts but for ``imbalance``: what the busiest rank has over the mean. What of a transfer goes on
 beside or inside products is ``moe_comm.plan.beside``'s.
@@ -23,6 +23,7 @@ from typing import Literal, Self
 from moe_comm.errors import ConfigError
 from moe_comm.plan import fused
 from moe_comm.plan.collectives import NOTHING, Moved, Span
+from moe_comm.plan.dispatching import Dispatching, Rows, Transfer, dispatching
 from moe_comm.plan.fused import Product
 from moe_comm.plan.hardware import BYTES
 from moe_comm.plan.mapping import Place
@@ -90,6 +91,11 @@ class Load:
             imbalance = DROPLESS if capacity is None else 1.0
         return cls(seq_len, dtype, capacity, imbalance)
 
+    @property
+    def size(self) -> int:
+        """Bytes of an element of activations; products alone are in fp8."""
+        return BYTES["bf16" if self.dtype == "fp8" else self.dtype]
+
     def busiest(self, ep: int) -> float:
         """Rows of the busiest of ``ep`` ranks over those of each if routing were in equal parts. One that has all
         experts has all rows of its tokens, however they are routed."""
@@ -119,8 +125,7 @@ class Operators:
         self.shape, self.place, self.load = shape, place, load
         self._gpu = place.cluster.accelerator
         self._parallel, self._spans = place.mapping.parallel, place.spans
-        self._size = BYTES["bf16" if load.dtype == "fp8" else load.dtype]
-        """Bytes of an element of activations; products alone are in fp8."""
+        self._size = load.size
         p = self._parallel
         self.group_tokens = place.mapping.micro_batch * load.seq_len / p.cp
         """Of a micro-batch on a tensor-parallel group."""
@@ -166,10 +171,10 @@ class Operators:
         """Router, dispatch, experts, combine; and the shared expert, which is cut by tp as a dense block is."""
         shape, p = self.shape, self._parallel
         block = shape.moe_block
-        even = self.tokens * shape.chosen
         # Ranks that all have a part of every expert have the same to do, whatever the routing.
-        sent, busiest = even * min(1.0, self.load.capacity or 1.0), even * self._busiest
-        rows = busiest * p.etp
+        even, kept = self.tokens * shape.chosen, min(1.0, self.load.capacity or 1.0)
+        moves = self._dispatching(Rows(self.tokens, even, kept, self._busiest, shape.hidden, self._size))
+        rows = even * self._busiest * p.etp
         local = shape.experts / p.ep
         found = [self._norm()]
         found += [
@@ -177,25 +182,28 @@ class Operators:
         ]
         scores = shape.experts + shape.zero_experts
         found.append(self._memory("routing", 6 * self.tokens * scores * SCORE_BYTES))
-        found.append(self._memory("permute", (self.tokens + sent) * self.row_bytes))
+        found.append(self._memory("permute", moves.leave, moves.home))
         up, down = block.products("experts")
         each = (rows / local, int(max(local, 1)))
         first = self._one(each[0], up.n / p.etp, up.k, each[1])
         last = self._one(each[0], down.n, down.k / p.etp, each[1])
         # Only the transfer next to the experts' products is fused with them.
         far = p.etp > 1
-        row = busiest * self.row_bytes
-        found.append(self._all_to_all("dispatch", self._spans["ep"], row, None if far else first))
+        found.append(self._expert_transfer("dispatch", moves.out, moves.back, None if far else first))
         found.append(self._gather("expert gather", "etp", rows, product=first))
-        sort = [self._memory("sort", 2 * rows * self.row_bytes)] if local > 1 and p.ep * p.etp > 1 else []
-        found += sort
+        sort = 2 * rows * self.row_bytes if local > 1 and p.ep * p.etp > 1 else 0.0
+        arrive, depart = (
+            more + (sort if by_expert or far else 0.0)
+            for more, by_expert in ((moves.arrive, moves.sorted_out), (moves.depart, moves.sorted_back))
+        )
+        found.append(self._memory("sort", arrive, depart))
         found.append(self._product("experts", up, each[0], (up.k, up.n / p.etp), each[1]))
         found.append(self._activation("experts", rows, up.n / p.etp, down.k / p.etp))
         found.append(self._product("experts", down, each[0], (down.k / p.etp, down.n), each[1]))
-        found += sort
+        found.append(self._memory("sort", depart, arrive))
         found.append(self._scatter("expert scatter", "etp", rows, product=last))
-        found.append(self._all_to_all("combine", self._spans["ep"], row, None if far else last))
-        found.append(self._memory("unpermute", (self.tokens + sent) * self.row_bytes))
+        found.append(self._expert_transfer("combine", moves.back, moves.out, None if far else last))
+        found.append(self._memory("unpermute", moves.home, moves.leave))
         if block.products("shared"):
             found += self._cut_block("shared", block)
         return _joined([*found, self._residual()])
@@ -278,10 +286,13 @@ class Operators:
 
     def _memory(self, name: str, num_bytes: float, backward: float | None = None) -> Pass:
         again = num_bytes if backward is None else backward
-        one, other = (self._gpu.launch_s + self._gpu.memory_seconds(each) for each in (num_bytes, again))
-        return Pass(
-            (Operation(name, "memory", one, bytes=num_bytes),), (Operation(name, "memory", other, bytes=again),)
+        one, other = (
+            (Operation(name, "memory", self._gpu.launch_s + self._gpu.memory_seconds(each), bytes=each),)
+            if each
+            else ()
+            for each in (num_bytes, again)
         )
+        return Pass(one, other)
 
     def _norm(self) -> Pass:
         return self._memory("norm", 2 * self.tokens * self.row_bytes, 4 * self.tokens * self.row_bytes)
@@ -320,6 +331,26 @@ class Operators:
         inside = 0.0 if product is None else self._inside(span, product, "exchange", num_bytes)
         one = _transfer(name, self.place.cluster.all_to_all(num_bytes, span), inside)
         return Pass((one,), (one,))
+
+    def _dispatching(self, rows: Rows) -> Dispatching:
+        mapping = self.place.mapping
+        overlapped = mapping.overlap == "all"
+        span = self._spans["ep"]
+        return dispatching(mapping.dispatcher, self.shape, self.place.cluster, span, rows, overlapped=overlapped)
+
+    def _expert_transfer(self, name: str, there: Transfer, back: Transfer, product: Product | None) -> Pass:
+        """Forward one way, backward the other. product: that it can be fused with."""
+        if self._spans["ep"].ranks == 1:
+            return Pass((), ())
+        one, other = (
+            _transfer(
+                name,
+                each.moved,
+                self._inside(self._spans["ep"], product, each.way, each.num_bytes) if product and each.way else 0.0,
+            )
+            for each in (there, back)
+        )
+        return Pass((one,), (other,))
 
     def _inside(self, span: Span, product: Product, way: fused.Way, num_bytes: float) -> float:
         """With overlap "all", the share of a transfer that goes on inside a product; backward has the same products,

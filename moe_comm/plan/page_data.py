@@ -67,6 +67,7 @@ def label(mapping: Mapping) -> str:
     found = [f"{axis} {size}" for axis, size in degrees.items() if size > 1] + [mapping.sharding]
     found += [f"recompute {mapping.recompute}"] if mapping.recompute != "none" else []
     found += [f"overlap {mapping.overlap}"] if mapping.overlap != "none" else []
+    found += [mapping.dispatcher.replace("_", "-")] if mapping.dispatcher != "all_to_all" else []
     return ", ".join(found)
 
 
@@ -185,7 +186,8 @@ def _first_passes(timeline: Timeline) -> dict[int, list[Piece]]:
 
 def _memory(question: Question, candidate: Candidate) -> dict[str, Any]:
     """GiB of each term at each position, at its highest."""
-    held = memory(question.shape, candidate.mapping, question.load, question.global_batch, question.policy)
+    host = question.cluster.host_size
+    held = memory(question.shape, candidate.mapping, question.load, question.global_batch, question.policy, host)
     terms: dict[str, list[float]] = defaultdict(list)
     for one in held:
         for name, count in _terms(one).items():

@@ -17,9 +17,10 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from moe_comm.errors import ConfigError
+from moe_comm.plan.mapping import Dispatcher
 
 FORMAT, VERSION = "moe_comm published", 1
 FOLDER = Path(__file__).parent / "published"
@@ -81,6 +82,7 @@ class StepCase:
 
     mapping: degrees as ``Mapping.parse`` reads them; free: those that the source does not tell, of which the best
     counts. coupled: expert parallelism lies inside data parallelism. capacity: slots of an expert over its mean load.
+    dispatcher: "auto": the system takes the fastest.
     """
 
     model: str
@@ -95,12 +97,14 @@ class StepCase:
     overlap: str = "none"
     capacity: float | None = None
     dtype: str = "bf16"
+    dispatcher: str = "all_to_all"
 
     def __post_init__(self) -> None:
         for name in ("gpus", "seq_len", "global_batch"):
             _count(name, getattr(self, name))
         _one_of("sharding", self.sharding, ("replicate", "zero1", "fsdp"))
         _one_of("overlap", self.overlap, ("none", "inter", "all"))
+        _one_of("dispatcher", self.dispatcher, ("auto", *get_args(Dispatcher)))
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Question:
 
     def fit(self, mapping: Mapping) -> Fit:
         """Whether ``mapping`` fits. Raises ConfigError where it cannot run at all."""
-        held = memory(self.shape, mapping, self.load, self.global_batch, self.policy)
+        held = memory(self.shape, mapping, self.load, self.global_batch, self.policy, self.cluster.host_size)
         return fits(held, self.cluster.accelerator, self.reserve)
 
     def model(self, mapping: Mapping) -> StepModel:

@@ -295,13 +295,13 @@ class _Blocks:
     cluster: Cluster
     load: Load
     degrees: tuple[int, int, int, int]
-    settings: tuple[int, str, str]
+    settings: tuple[int, str, str, str]
     place: Place = field(compare=False)
 
     @classmethod
     def of(cls, shape: ModelShape, place: Place, load: Load) -> _Blocks:
         mapping, p = place.mapping, place.mapping.parallel
-        settings = (mapping.micro_batch, mapping.recompute, mapping.overlap)
+        settings = (mapping.micro_batch, mapping.recompute, mapping.overlap, mapping.dispatcher)
         return cls(shape, place.cluster, load, (p.tp, p.cp, p.ep, p.etp), settings, place)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping as Table
 from dataclasses import fields
 
 from moe_comm.errors import ConfigError
+from moe_comm.plan.dispatching import sends_sums
 from moe_comm.plan.mapping import Mapping
 from moe_comm.plan.model import ModelShape
 from moe_comm.plan.question import Candidate, Question
@@ -73,6 +74,10 @@ def differences(question: Question, candidate: Candidate) -> tuple[str, ...]:
             "transfers hide behind the products next to them, in chunks, but not beside other operators: that takes "
             "two micro-batches in turns, an even number of them, no pipeline, no fsdp and no full recomputing"
         )
+    if mapping.overlap != "none" and mapping.dispatcher != "all_to_all":
+        found.append(f"{mapping.dispatcher} moves rows before and after the experts' products, and not inside them")
+    if mapping.overlap == "all" and mapping.dispatcher == "hierarchical":
+        found.append("rows of other hosts are passed on when all have come")
     if policy.reshard and mapping.sharding == "fsdp":
         found.append("fsdp keeps gradients, and weights of a pipeline's stages, until the end of a step")
     if policy.cut_shared and question.shape.shared_ffn and mapping.parallel.tp > 1:
@@ -89,6 +94,11 @@ def _parallel(question: Question, mapping: Mapping) -> Table[str, object]:
         found |= {"schedule": schedule or mapping.schedule}
         found |= {"virtual": mapping.virtual} if schedule is None else {}
     found["sharding"] = mapping.sharding
+    if mapping.dispatcher != "all_to_all":
+        found["backend"] = mapping.dispatcher
+        # As the plan has it: the library's default is to send each row back.
+        if sends_sums(mapping.dispatcher, question.shape, p.ep, question.load.size):
+            found["deterministic"] = False
     if mapping.overlap != "none":
         found |= {"overlap_chunks": "auto", "interleave": _interleaves(question, mapping)}
     return found

@@ -76,6 +76,24 @@ def test_choices_can_be_fixed() -> None:
             Space.of(**settings)
 
 
+def test_dispatchers_are_tried_where_they_can_run_and_can_be_faster() -> None:
+    asked = question("deepseek-v3", 64, 128)
+    seen = {}
+    for p in ONE.degrees(asked):
+        found = ONE.dispatchers(asked, p)
+        assert found[0] == "all_to_all" and len(set(found)) == len(found)
+        assert found == ("all_to_all",) or p.ep > 1
+        assert "hierarchical" not in found or (p.ep * p.etp > 8 and p.etp < 8)
+        assert "all_gather" not in found or (p.ep, p.etp) != (8, 1), "as many ranks of a host as a token has experts"
+        seen[p.ep, p.etp] = found
+    assert seen[2, 1] == ("all_to_all", "all_gather") and seen[64, 1] == ("all_to_all", "hierarchical")
+    coarse = question("hunyuan-large", 16, 32)
+    assert {ONE.dispatchers(coarse, p) for p in ONE.degrees(coarse)} == {("all_to_all",)}, "one expert a token"
+    only = replace(ONE, dispatcher=("hierarchical",))
+    assert {one.dispatcher for one in only.candidates(coarse)} == {"hierarchical"}, "as it was asked for"
+    assert all(one.parallel.ep * one.parallel.etp == 16 for one in only.candidates(coarse))
+
+
 def test_divisors() -> None:
     assert divisors(1) == [1] and divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36] and divisors(7) == [1, 7]
 
