@@ -18,7 +18,7 @@ RESERVE = 4 << 30
 """Bytes that a run does not have for tensors, unless told otherwise: contexts, libraries' work space, communicators
 and what an allocator cannot give out. An assumption; such things take 2 to 5 GiB."""
 _SHARDING: tuple[Sharding, ...] = ("replicate", "zero1", "fsdp")
-_ORDER = ("recompute", "sharding", "micro-batch", "vpp", "ep", "etp", "pp", "tp", "cp")
+_ORDER = ("recompute", "sharding", "micro-batch", "dispatcher", "vpp", "ep", "etp", "pp", "tp", "cp")
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ def changes_that_fit(
     host: int | None = None,
 ) -> tuple[Change, ...]:
     """Single changes with which the mapping fits, the least of each kind: recompute, sharding, a smaller micro-batch,
-    fewer stages a rank, or a higher degree (of tp, cp and pp at the cost of dp). Where none does, two together, the
-    least of each pair of kinds. Empty: it takes more than two, or more accelerators.
+    another dispatcher, fewer stages a rank, or a higher degree (of tp, cp and pp at the cost of dp). Where none does,
+    two together, the least of each pair of kinds. Empty: it takes more than two, or more accelerators.
 
     Args:
         host: accelerators of one host, beyond which no tensor is cut; None: any number.
@@ -133,6 +133,8 @@ def _changed(shape: ModelShape, mapping: Mapping, load: Load, host: int | None) 
         yield "sharding", f"sharding {sharding}", replace(mapping, sharding=sharding)
     for value in reversed(divisors(mapping.micro_batch)[:-1]):
         yield "micro-batch", f"micro-batch {value}", replace(mapping, micro_batch=value)
+    if mapping.dispatcher != "all_to_all":
+        yield "dispatcher", "dispatcher all_to_all", replace(mapping, dispatcher="all_to_all")
     for value in reversed(divisors(mapping.virtual)[:-1]):
         yield "vpp", f"vpp {value}", replace(mapping, virtual=value)
     p = mapping.parallel

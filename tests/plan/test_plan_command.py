@@ -63,6 +63,12 @@ def answered(capsys: pytest.CaptureFixture[str], *arguments: str, **changed: str
         ({"mapping": "ep=16"}, "ep is more than there are experts"),
         ({"mapping": "tp=32"}, "heads cannot be dealt"),
         ({"mapping": "ep=3"}, "etp * ep = 1 * 3"),
+        (
+            {"mapping": "tp=2,ep=8", "dispatcher": "hierarchical"},
+            "the ranks that share the experts are all on one host",
+        ),
+        ({"mapping": "tp=2", "dispatcher": "all_gather"}, "every rank has all experts"),
+        ({"dispatcher": "nccl"}, "--dispatcher"),
         ({"mapping": "tp=2,ep=8", "top": "5"}, "--top is for a search"),
         ({"mapping": "tp=2,ep=8", "slow": "3"}, "a slow rank is RANK=FACTOR"),
         ({"mapping": "tp=2,ep=8", "slow": "128=2"}, "a slow rank must be one from 0 to 127; got 128"),
@@ -167,6 +173,22 @@ def test_what_a_mapping_leaves_open_is_the_fastest_that_fits(capsys: pytest.Capt
         other = answered(capsys, mapping=MAPPING["--mapping"], **changed)
         assert str(other["mapping"][next(iter(changed))]) == next(iter(changed.values()))
         assert other["step_s"] >= free["step_s"] or not other["fits"], same
+
+
+def test_the_dispatcher_is_the_fastest_unless_it_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = {"model": "deepseek-v3", "hardware": "h800", "gpus": "512", "mapping": "pp=8,ep=64", "global_batch": "512"}
+    found = {name: answered(capsys, **asked, dispatcher=name) for name in ("auto", "all_to_all", "hierarchical")}
+    assert {name: one["mapping"]["dispatcher"] for name, one in found.items()} == {
+        "auto": "hierarchical",
+        "all_to_all": "all_to_all",
+        "hierarchical": "hierarchical",
+    }
+    assert found["auto"] == found["hierarchical"]
+    assert found["auto"]["step_s"] < found["all_to_all"]["step_s"]
+    far = {name: one["bytes"]["between"]["dispatch"] for name, one in found.items()}
+    assert far["auto"] < far["all_to_all"] / 2
+    assert cli.run(words(**asked)) == 0
+    assert "dispatcher hierarchical" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_degrees_that_are_told_are_read_again(capsys: pytest.CaptureFixture[str]) -> None:
@@ -287,13 +309,19 @@ def test_a_search_finds_what_its_winner_is_predicted_to_take(
     searched: tuple[dict[str, Any], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     best = searched[0]["mapping"]
-    fixed = {key: str(best[key]) for key in ("micro_batch", "recompute", "sharding", "overlap")}
+    fixed = {key: str(best[key]) for key in ("micro_batch", "recompute", "sharding", "overlap", "dispatcher")}
     again = answered(capsys, mapping=best["option"], **fixed, **SMALL)
     assert again["step_s"] == pytest.approx(searched[0]["step_s"], rel=1e-12) and again["mapping"] == best
 
 
 def test_a_search_keeps_to_what_is_fixed(capsys: pytest.CaptureFixture[str]) -> None:
-    fixed = {"micro_batch": "2", "recompute": "full", "sharding": "fsdp", "overlap": "inter"}
+    fixed = {
+        "micro_batch": "2",
+        "recompute": "full",
+        "sharding": "fsdp",
+        "overlap": "inter",
+        "dispatcher": "all_gather",
+    }
     found = answered(capsys, "--coupled", top="3", **fixed, **SMALL)
     assert len(found["candidates"]) == 3
     for one in found["candidates"]:
