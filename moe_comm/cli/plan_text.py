@@ -132,7 +132,7 @@ def short(mapping: Mapping) -> str:
     if mapping.overlap != "none":
         told.append(f"overlap-{mapping.overlap}")
     if mapping.dispatcher != "all_to_all":
-        told.append(mapping.dispatcher.replace("_", "-"))
+        told.append(mapping.dispatcher)
     return " ".join(told)
 
 

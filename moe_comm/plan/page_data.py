@@ -67,7 +67,7 @@ def label(mapping: Mapping) -> str:
     found = [f"{axis} {size}" for axis, size in degrees.items() if size > 1] + [mapping.sharding]
     found += [f"recompute {mapping.recompute}"] if mapping.recompute != "none" else []
     found += [f"overlap {mapping.overlap}"] if mapping.overlap != "none" else []
-    found += [mapping.dispatcher.replace("_", "-")] if mapping.dispatcher != "all_to_all" else []
+    found += [f"dispatcher {mapping.dispatcher}"] if mapping.dispatcher != "all_to_all" else []
     return ", ".join(found)
 
 

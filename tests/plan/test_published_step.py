@@ -72,6 +72,14 @@ def test_what_is_not_told_is_chosen_as_the_fastest_that_fits() -> None:
     assert pinned[0].parallel.tp == 2 and pinned[0].parallel.ep == 8
 
 
+def test_a_system_has_one_dispatcher_unless_it_takes_the_fastest() -> None:
+    case = StepCase("qwen3-30b-a3b", 32, 4096, 128, "pp=2,ep=16", "h100", capacity=1.0)
+    found = {name: choice(replace(case, dispatcher=name)) for name in ("all_to_all", "hierarchical", "auto")}
+    taken = {name: one[0].dispatcher for name, one in found.items() if not isinstance(one, OutOfMemory)}
+    assert taken == {"all_to_all": "all_to_all", "hierarchical": "hierarchical", "auto": "hierarchical"}
+    assert predict_step(replace(case, dispatcher="auto")) < predict_step(case)  # type: ignore[operator]
+
+
 def test_what_cannot_fit_says_by_how_much() -> None:
     found = predict_step(replace(MIXTRAL, gpus=4, mapping="", global_batch=4))
     assert isinstance(found, OutOfMemory) and found.missing_bytes > 0
