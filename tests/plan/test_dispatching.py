@@ -64,6 +64,20 @@ def test_between_hosts_goes_what_the_library_sends(ranks: int, host: int, one: M
     assert ranks * plain.between == pytest.approx(rows, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("dispatcher", "way_back", "measured"),
+    [("all_to_all", "all_to_all", 270), ("all_gather", "all_to_all", 186), ("hierarchical", "hierarchical", 67)],
+)
+def test_links_carry_what_was_measured_on_them(dispatcher: Dispatcher, way_back: Dispatcher, measured: float) -> None:
+    """docs/dispatch.md: 2 hosts of 2 ranks, 1024 tokens a rank, top 8 of 64; MB of forward and backward together.
+    all_gather sent rows back there, not sums."""
+    one, cluster = replace(shape(64, 8), hidden=1024), cluster_named("h100", 4, 2)
+    rows = Rows(1024, 1024 * 8, 1.0, 1.0, 1024, 4)
+    out, back = (dispatching(each, one, cluster, cluster.span(range(4)), rows) for each in (dispatcher, way_back))
+    sent = 4 * 2 * (out.out.moved.between + back.back.moved.between)
+    assert sent / 1e6 == pytest.approx(measured, rel=0.015)
+
+
 def test_inside_a_host_a_relay_passes_on_a_row_for_each_expert() -> None:
     one, ranks, host = shape(32, 6), 8, 4
     inside = 0
