@@ -17,15 +17,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Literal, Self
 
 from moe_comm.errors import ConfigError
 from moe_comm.plan import fused
 from moe_comm.plan.collectives import NOTHING, Moved, Span
-from moe_comm.plan.dispatching import Dispatching, Rows, Transfer, dispatching
+from moe_comm.plan.dispatching import Rows, Transfer, dispatching
 from moe_comm.plan.fused import Product
-from moe_comm.plan.hardware import BYTES
+from moe_comm.plan.hardware import BYTES, Cluster
 from moe_comm.plan.mapping import Place
 from moe_comm.plan.model import LayerKind, ModelShape
 from moe_comm.plan.model_block import Block, Weight
@@ -142,9 +143,15 @@ class Operators:
 
     def layer(self, kind: LayerKind) -> Pass:
         """One layer of a kind."""
-        passes = {"attention": self.attention, "dense": self.dense, "moe": self.experts}
-        found = [passes[block.name]() for block, times in self.shape.layer_blocks(kind) for _ in range(times)]
+        found = [self._block(block.name) for block, times in self.shape.layer_blocks(kind) for _ in range(times)]
         return _joined(found)
+
+    def _block(self, name: str) -> Pass:
+        """Blocks are the same for many mappings: of the experts' degrees, for one, attention knows nothing."""
+        mapping, p = self.place.mapping, self._parallel
+        settings: tuple[object, ...] = (p.tp, p.cp, mapping.micro_batch, mapping.overlap)
+        settings += (p.ep, p.etp, mapping.dispatcher) if name == "moe" else ()
+        return _block(_Block(name, self.shape, self.place.cluster, self.load, settings, self))
 
     def attention(self) -> Pass:
         shape, p, size = self.shape, self._parallel, self._size
@@ -173,7 +180,9 @@ class Operators:
         block = shape.moe_block
         # Ranks that all have a part of every expert have the same to do, whatever the routing.
         even, kept = self.tokens * shape.chosen, min(1.0, self.load.capacity or 1.0)
-        moves = self._dispatching(Rows(self.tokens, even, kept, self._busiest, shape.hidden, self._size))
+        moved = Rows(self.tokens, even, kept, self._busiest, shape.hidden, self._size)
+        way, over = self.place.mapping.dispatcher, self.place.mapping.overlap == "all"
+        moves = dispatching(way, shape, self.place.cluster, self._spans["ep"], moved, overlapped=over)
         rows = even * self._busiest * p.etp
         local = shape.experts / p.ep
         found = [self._norm()]
@@ -332,25 +341,17 @@ class Operators:
         one = _transfer(name, self.place.cluster.all_to_all(num_bytes, span), inside)
         return Pass((one,), (one,))
 
-    def _dispatching(self, rows: Rows) -> Dispatching:
-        mapping = self.place.mapping
-        overlapped = mapping.overlap == "all"
-        span = self._spans["ep"]
-        return dispatching(mapping.dispatcher, self.shape, self.place.cluster, span, rows, overlapped=overlapped)
-
     def _expert_transfer(self, name: str, there: Transfer, back: Transfer, product: Product | None) -> Pass:
         """Forward one way, backward the other. product: that it can be fused with."""
-        if self._spans["ep"].ranks == 1:
+        span = self._spans["ep"]
+        if span.ranks == 1:
             return Pass((), ())
-        one, other = (
-            _transfer(
-                name,
-                each.moved,
-                self._inside(self._spans["ep"], product, each.way, each.num_bytes) if product and each.way else 0.0,
-            )
-            for each in (there, back)
-        )
-        return Pass((one,), (other,))
+
+        def one(each: Transfer) -> tuple[Operation, ...]:
+            inside = self._inside(span, product, each.way, each.num_bytes) if product and each.way else 0.0
+            return (_transfer(name, each.moved, inside),)
+
+        return Pass(one(there), one(back))
 
     def _inside(self, span: Span, product: Product, way: fused.Way, num_bytes: float) -> float:
         """With overlap "all", the share of a transfer that goes on inside a product; backward has the same products,
@@ -359,6 +360,24 @@ class Operators:
             return 0.0
         transport = fused.COPIES if way == "gather" else fused.STORES
         return fused.fused(self.place.cluster, span, product, way, num_bytes, transport).hidden
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A block, and what its operators depend on; ``of`` are some that they are the same for."""
+
+    name: str
+    shape: ModelShape
+    cluster: Cluster
+    load: Load
+    settings: tuple[object, ...]
+    of: Operators = field(compare=False)
+
+
+@lru_cache(maxsize=4096)
+def _block(one: _Block) -> Pass:
+    passes = {"attention": one.of.attention, "dense": one.of.dense, "moe": one.of.experts}
+    return passes[one.name]()
 
 
 def _transfer(name: str, moved: Moved, inside: float) -> Operation:

@@ -269,6 +269,8 @@ def _leanest(
     """Of each sharding and dispatcher what takes least memory: the smallest micro-batch, the fewest stages a rank, and
     as much recomputed as can be. Fsdp without pipeline keeps less in a step of one micro-batch: that one, too."""
     fitting = [one for one in shapes if micro_batch in (None, one[1])]
+    # hierarchical takes more than all_to_all.
+    ways = tuple(one for one in ways if one != "hierarchical" or "all_to_all" not in ways)
     for virtual, size in dict.fromkeys(fitting[:1] + (fitting[-1:] if p.pp == 1 else [])):
         for sharding, dispatcher in product(reversed(space.sharding), ways):
             yield Mapping(p, virtual, size, sharding, space.recompute[-1], space.overlap[0], dispatcher)

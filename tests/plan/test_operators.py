@@ -119,3 +119,19 @@ def test_experts_are_cut_or_whole_at_the_same_flops() -> None:
 def test_a_load_that_cannot_be_is_refused(load: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         Load(**{"seq_len": SEQ, **load})  # type: ignore[arg-type]
+
+
+def test_blocks_that_mappings_share_are_those_of_each() -> None:
+    """Layers come from blocks that are kept; blocks that are asked for are made anew."""
+    found: dict[str, set[int]] = {"attention": set(), "moe": set()}
+    for degrees in ("ep=16", "ep=16,pp=2", "ep=8", "ep=16,cp=2", "ep=4,tp=2,etp=2"):
+        for settings in ({}, {"overlap": "all"}, {"dispatcher": "all_gather"}, {"micro_batch": 2, "recompute": "full"}):
+            place = Place(Mapping.parse(degrees, 32, **settings), cluster_named("h100", 32))
+            one = Operators(model_named("deepseek-v3"), place, Load(SEQ, imbalance=1.2))
+            apart = (one.attention(), one.experts())
+            layer = one.layer("moe")
+            assert layer.forward == apart[0].forward + apart[1].forward
+            assert layer.backward == apart[1].backward + apart[0].backward
+            for name, block in zip(found, apart, strict=True):
+                found[name].add(hash(block))
+    assert len(found["attention"]) == 8 < len(found["moe"]), "where nothing moves, overlap is no difference"
