@@ -19,9 +19,9 @@ from selenium import webdriver
 from moe_comm.observe.report import write_report
 from moe_comm.observe.synthetic import SlowLink, Straggler, SyntheticFault, SyntheticRun, write_run
 from moe_comm.plan.hardware_table import cluster_named
+from moe_comm.plan.load import Load
 from moe_comm.plan.mapping import Mapping
 from moe_comm.plan.model_file import model_named
-from moe_comm.plan.operators import Load
 from moe_comm.plan.page import write_page
 from moe_comm.plan.question import Question
 from moe_comm.plan.simulate import simulate

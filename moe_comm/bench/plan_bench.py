@@ -30,8 +30,8 @@ from moe_comm.plan.calibrate_fit import shape_of
 from moe_comm.plan.calibrate_steps import imbalance
 from moe_comm.plan.hardware import Cluster
 from moe_comm.plan.hardware_file import to_json
+from moe_comm.plan.load import Load
 from moe_comm.plan.mapping import Place
-from moe_comm.plan.operators import Load
 from moe_comm.plan.step import Step, StepModel
 
 TOLERATED, REGRET = 0.15, 0.05

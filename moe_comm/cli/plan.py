@@ -59,6 +59,13 @@ class Sharding(StrEnum):
     fsdp = "fsdp"
 
 
+class PlanDispatcher(StrEnum):
+    auto = "auto"
+    all_to_all = "all_to_all"
+    all_gather = "all_gather"
+    hierarchical = "hierarchical"
+
+
 def _option(
     help: str, metavar: str | None = None, *, flags: str | None = None, by: str | bool = False, **more: Any
 ) -> Any:
@@ -103,6 +110,9 @@ def plan(
     schedule: Annotated[
         Schedule | None, _option("Of the pipeline.", by="search: all but gpipe, --mapping: 1f1b, or interleaved by vpp")
     ] = None,
+    dispatcher: Annotated[
+        PlanDispatcher, typer.Option(help="How rows get to their experts; auto: the fastest.")
+    ] = PlanDispatcher.auto,
     top: Annotated[int | None, _option("Mappings to tell of a search.", by="10", min=1)] = None,
     slow: Annotated[
         list[str] | None, _option("A rank that computes so many times longer; repeat for more.", "RANK=FACTOR")
@@ -156,6 +166,7 @@ def plan(
         )
         open_: dict[str, Any] = {"micro_batch": micro_batch, "recompute": recompute, "sharding": sharding}
         open_ |= {"overlap": overlap, "schedule": schedule}
+        open_["dispatcher"] = None if dispatcher is PlanDispatcher.auto else dispatcher
         fixed = {name: getattr(value, "value", value) for name, value in open_.items() if value is not None}
         if mapping is None:
             _search(question, folded, fixed, top or TOP, outputs)

@@ -132,6 +132,8 @@ def short(mapping: Mapping) -> str:
         told.append(f"recompute-{mapping.recompute}")
     if mapping.overlap != "none":
         told.append(f"overlap-{mapping.overlap}")
+    if mapping.dispatcher != "all_to_all":
+        told.append(mapping.dispatcher)
     return " ".join(told)
 
 
@@ -146,7 +148,8 @@ def _lines(question: Question, one: Candidate) -> Iterator[RenderableType]:
         "mapping",
         f"attention tp {p.tp}, cp {p.cp}, dp {p.dp}; experts etp {p.etp}, ep {p.ep}, edp {p.edp}; pipeline pp {p.pp}, "
         f"vpp {mapping.virtual}{schedule}; {mapping.micro_batches(question.global_batch)} micro-batches of "
-        f"{mapping.micro_batch}; {mapping.sharding}, recompute {mapping.recompute}, overlap {mapping.overlap}",
+        f"{mapping.micro_batch}; {mapping.sharding}, recompute {mapping.recompute}, overlap {mapping.overlap}"
+        + (f", dispatcher {mapping.dispatcher}" if p.ep > 1 else ""),
     )
     lines.add_row(
         "step",

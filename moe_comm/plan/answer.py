@@ -155,6 +155,7 @@ def _mapping(mapping: Mapping, global_batch: int) -> dict[str, Any]:
         "recompute": mapping.recompute,
         "overlap": mapping.overlap,
         "schedule": mapping.schedule if p.pp > 1 else None,
+        "dispatcher": mapping.dispatcher,
         "option": degrees(mapping),
     }
 

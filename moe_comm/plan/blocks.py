@@ -11,9 +11,10 @@ from moe_comm.plan.beside import hide
 from moe_comm.plan.collectives import Moved
 from moe_comm.plan.halves import halves, splits
 from moe_comm.plan.hardware import Cluster
+from moe_comm.plan.load import Load
 from moe_comm.plan.mapping import Mapping, Place
 from moe_comm.plan.model import ModelShape
-from moe_comm.plan.operators import Load, Operation, Operators, Pass
+from moe_comm.plan.operators import Operation, Operators, Pass
 from moe_comm.plan.replay import Floats
 
 LINKS = ("inside", "between", "across")
@@ -50,14 +51,14 @@ class _Key:
     cluster: Cluster
     load: Load
     degrees: tuple[int, int, int, int]
-    settings: tuple[int, str, str, bool]
+    settings: tuple[int, str, str, str, bool]
     place: Place = field(compare=False)
 
 
 def priced(shape: ModelShape, place: Place, load: Load) -> dict[str, Priced]:
     """All of ``BLOCKS``, by name."""
     mapping, p = place.mapping, place.mapping.parallel
-    settings = (mapping.micro_batch, mapping.recompute, mapping.overlap, splits(mapping))
+    settings = (mapping.micro_batch, mapping.recompute, mapping.overlap, mapping.dispatcher, splits(mapping))
     return _priced(_Key(shape, place.cluster, load, (p.tp, p.cp, p.ep, p.etp), settings, place))
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from moe_comm.plan.blocks import BLOCKS, seconds_of
 from moe_comm.plan.halves import splits
 from moe_comm.plan.hardware import Cluster
-from moe_comm.plan.mapping import Mapping, Overlap, Place, Recompute
+from moe_comm.plan.mapping import Dispatcher, Mapping, Overlap, Place, Recompute
 from moe_comm.plan.orders import PassKind
 from moe_comm.plan.question import Question
 from moe_comm.plan.replay import Floats
@@ -72,8 +72,9 @@ class Bounded(StepModel):
 
 
 class Floor:
-    """Bounds of mappings from their degrees, stages, micro-batch, recomputing and overlap alone, whatever the sharding:
-    of the pipeline's passes, without what moves between stages. Cheap, for mappings share what a layer takes."""
+    """Bounds of mappings from their degrees, stages, micro-batch, recomputing, overlap and dispatcher alone: of the
+    pipeline's passes, whatever the sharding, without what moves between stages. Cheap, for mappings share what a layer
+    takes."""
 
     def __init__(self, question: Question) -> None:
         self.question = question
@@ -87,12 +88,21 @@ class Floor:
         micro_batch: int,
         recompute: Recompute,
         overlap: Overlap,
+        dispatcher: Dispatcher = "all_to_all",
     ) -> float:
         """Seconds below which no step with such a mapping comes. schedule: None: the usual one."""
         shape = self.question.shape
-        mapping = Mapping(p, virtual, micro_batch, recompute=recompute, overlap=overlap, pipeline=schedule)
+        mapping = Mapping(
+            p,
+            virtual,
+            micro_batch,
+            recompute=recompute,
+            overlap=overlap,
+            pipeline=schedule,
+            dispatcher=dispatcher,
+        )
         split = splits(mapping)
-        key = (p.tp, p.cp, p.ep, p.etp, micro_batch, recompute, overlap, split)
+        key = (p.tp, p.cp, p.ep, p.etp, micro_batch, recompute, overlap, dispatcher, split)
         if (seconds := self._seconds.get(key)) is None:
             seconds = self._seconds[key] = Bounded.of(self.question, mapping).block_seconds()
         once, each = _held(shape.layers, shape.dense_layers, p.pp, mapping.schedule, virtual, split)
@@ -127,7 +137,6 @@ def _back(takes: Floats, mapping: Mapping) -> Floats:
     return found
 
 
-@lru_cache(maxsize=1024)
 @lru_cache(maxsize=1 << 12)
 def _held(layers: int, dense: int, pp: int, schedule: str, virtual: int, split: bool) -> tuple[Floats, Floats]:
     """The two bounds of each rank as counts of what ``BLOCKS`` take: once in a step, and for each micro-batch.

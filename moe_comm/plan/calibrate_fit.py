@@ -24,9 +24,9 @@ from moe_comm.plan.calibrate_ranks import (
 )
 from moe_comm.plan.collectives import Link
 from moe_comm.plan.hardware import BYTES, Accelerator, Cluster, Tile
+from moe_comm.plan.load import Load
 from moe_comm.plan.mapping import Mapping, Place
 from moe_comm.plan.model import ModelShape
-from moe_comm.plan.operators import Load
 from moe_comm.plan.step import StepModel
 from moe_comm.plan.weights import STATE_BYTES
 from moe_comm.topology import ParallelConfig

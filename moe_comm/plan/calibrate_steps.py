@@ -25,8 +25,8 @@ from typing import Any
 from moe_comm.plan.calibrate_fit import LEAST_S, nearest, shape_of
 from moe_comm.plan.calibrate_ranks import MODELS, TIMEOUT_S
 from moe_comm.plan.hardware import Cluster
+from moe_comm.plan.load import Load
 from moe_comm.plan.mapping import Mapping, Place
-from moe_comm.plan.operators import Load
 from moe_comm.plan.step import StepModel
 from moe_comm.topology import FoldedMesh
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 from moe_comm.errors import ConfigError
 from moe_comm.plan.hardware import Accelerator
+from moe_comm.plan.load import Load
 from moe_comm.plan.mapping import RECOMPUTE, Mapping, Sharding
 from moe_comm.plan.memory import POLICY, Policy, RankMemory, memory, worst
 from moe_comm.plan.model import ModelShape
-from moe_comm.plan.operators import Load
 from moe_comm.topology import ParallelConfig
 from moe_comm.train.pipeline.schedules import find_schedule
 
@@ -19,7 +19,7 @@ RESERVE = 4 << 30
 """Bytes that a run does not have for tensors, unless told otherwise: contexts, libraries' work space, communicators
 and what an allocator cannot give out. An assumption; such things take 2 to 5 GiB."""
 _SHARDING: tuple[Sharding, ...] = ("replicate", "zero1", "fsdp")
-_ORDER = ("recompute", "sharding", "micro-batch", "schedule", "vpp", "ep", "etp", "pp", "tp", "cp")
+_ORDER = ("recompute", "sharding", "micro-batch", "schedule", "dispatcher", "vpp", "ep", "etp", "pp", "tp", "cp")
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ def changes_that_fit(
     host: int | None = None,
 ) -> tuple[Change, ...]:
     """Single changes with which the mapping fits, the least of each kind: recompute, sharding, a smaller micro-batch,
-    1F1B, fewer stages a rank, or a higher degree (of tp, cp and pp at the cost of dp). Where none does, two together,
-    the least of each pair of kinds. Empty: it takes more than two, or more accelerators.
+    1F1B, another dispatcher, fewer stages a rank, or a higher degree (of tp, cp and pp at the cost of dp). Where none
+    does, two together, the least of each pair of kinds. Empty: it takes more than two, or more accelerators.
 
     Args:
         host: accelerators of one host, beyond which no tensor is cut; None: any number.
@@ -95,7 +95,7 @@ def changes_that_fit(
             if kind in found:
                 continue
             try:
-                fit = fits(memory(shape, changed, load, global_batch, policy), accelerator, reserve)
+                fit = fits(memory(shape, changed, load, global_batch, policy, host), accelerator, reserve)
             except ConfigError:  # a batch, a schedule or layers that cannot be cut so
                 continue
             if fit:
@@ -137,6 +137,8 @@ def _changed(shape: ModelShape, mapping: Mapping, load: Load, host: int | None) 
         yield "micro-batch", f"micro-batch {value}", replace(mapping, micro_batch=value)
     if mapping.pipeline is not None:
         yield "schedule", "schedule 1f1b", replace(mapping, pipeline=None, virtual=1)
+    if mapping.dispatcher != "all_to_all":
+        yield "dispatcher", "dispatcher all_to_all", replace(mapping, dispatcher="all_to_all")
     for value in reversed(divisors(mapping.virtual)[:-1]):
         if mapping.pipeline is None or value >= find_schedule(mapping.pipeline).least:
             yield "vpp", f"vpp {value}", replace(mapping, virtual=value)
@@ -150,7 +152,10 @@ def _changed(shape: ModelShape, mapping: Mapping, load: Load, host: int | None) 
             except ConfigError:  # experts' ranks no longer divide the stage
                 continue
             if suits(shape, parallel, load, host) is None:
-                yield axis, f"{axis} {degree}", replace(mapping, parallel=parallel)
+                # Fewer of a host's ranks share experts then: maybe one, with nobody to pass rows on to.
+                alone = axis == "etp" and mapping.dispatcher == "hierarchical"
+                changed = replace(mapping, dispatcher="all_to_all") if alone else mapping
+                yield axis, f"{axis} {degree}", replace(changed, parallel=parallel)
 
 
 def _changed_twice(

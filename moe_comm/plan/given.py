@@ -1,22 +1,25 @@
 """A mapping that somebody gives, as far as they give it: what is left open is chosen as the fastest that fits.
 
-Degrees that are left out are 1, dp what they leave; open are sequences of a micro-batch, and what is computed again.
+Degrees that are left out are 1, dp what they leave; open are sequences of a micro-batch, what is computed again, and
+the dispatcher.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 from moe_comm.errors import ConfigError
 from moe_comm.plan.fit import suits
-from moe_comm.plan.mapping import MICRO_BATCHES, RECOMPUTE, Mapping, Overlap, Recompute, Sharding
+from moe_comm.plan.mapping import MICRO_BATCHES, RECOMPUTE, Dispatcher, Mapping, Overlap, Recompute, Sharding
 from moe_comm.plan.question import Candidate, Question
+from moe_comm.plan.space import Space
 
 
 @dataclass(frozen=True)
 class Given:
-    """degrees: as ``Mapping.parse`` reads them. coupled: experts lie inside data parallelism. micro_batch, recompute:
-    None: open. schedule: of the pipeline; None: 1F1B, interleaved with vpp above 1."""
+    """degrees: as ``Mapping.parse`` reads them. coupled: experts lie inside data parallelism. micro_batch, recompute,
+    dispatcher: None: open. schedule: of the pipeline; None: 1F1B, interleaved with vpp above 1."""
 
     degrees: str
     coupled: bool = False
@@ -25,6 +28,7 @@ class Given:
     sharding: Sharding = "zero1"
     overlap: Overlap = "none"
     schedule: str | None = None
+    dispatcher: Dispatcher | None = None
 
     def candidate(self, question: Question) -> Candidate:
         """The fastest that fits; if none does, the one that lacks the fewest bytes.
@@ -43,12 +47,14 @@ class Given:
         )
         if why := suits(question.shape, first.parallel, question.load):
             raise ConfigError(f"{question.shape.name} cannot run with {self.degrees}: {why}")
+        ways = (self.dispatcher,) if self.dispatcher else Space().dispatchers(question, first.parallel)
+        sizes = MICRO_BATCHES if self.micro_batch is None else (self.micro_batch,)
         refused: ConfigError | None = None
         best: Candidate | None = None
         nearest: tuple[int, Mapping] | None = None
-        for size in MICRO_BATCHES if self.micro_batch is None else (self.micro_batch,):
+        for size, dispatcher in product(sizes, ways):
             for recompute in RECOMPUTE if self.recompute is None else (self.recompute,):
-                mapping = replace(first, micro_batch=size, recompute=recompute)
+                mapping = replace(first, micro_batch=size, recompute=recompute, dispatcher=dispatcher)
                 try:
                     model = question.model(mapping)
                     fit = question.fit(mapping)

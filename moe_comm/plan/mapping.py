@@ -17,6 +17,8 @@ from moe_comm.train.pipeline.schedules import stages_per_rank
 Recompute = Literal["none", "selective", "full"]
 Sharding = Literal["replicate", "zero1", "fsdp"]
 Overlap = Literal["none", "outer", "inter", "all"]
+Dispatcher = Literal["all_to_all", "all_gather", "hierarchical"]
+"""Backends of ``moe_comm.dispatch`` that move rows between accelerators."""
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 """The least first."""
 MICRO_BATCHES = (1, 2, 4)
@@ -35,6 +37,7 @@ class Mapping:
     tile by tile.
     pipeline: its schedule by its name in ``moe_comm.train``; None: 1F1B, interleaved where there are several stages a
     rank, which are made None where they are named.
+    dispatcher: how rows get to their experts and back (``moe_comm.plan.dispatching``).
     """
 
     parallel: ParallelConfig
@@ -44,6 +47,7 @@ class Mapping:
     recompute: Recompute = "none"
     overlap: Overlap = "none"
     pipeline: str | None = None
+    dispatcher: Dispatcher = "all_to_all"
 
     def __post_init__(self) -> None:
         for name in ("virtual", "micro_batch"):
@@ -120,7 +124,9 @@ class Mapping:
         p = self.parallel
         shown = f"tp={p.tp},cp={p.cp},dp={p.dp},pp={p.pp},vpp={self.virtual},ep={p.ep},etp={p.etp}"
         settings = [f"micro-batch {self.micro_batch}", self.sharding, f"recompute {self.recompute}"]
-        return f"{shown},{', '.join(settings + ([self.pipeline] if self.pipeline else []))}"
+        settings += [self.pipeline] if self.pipeline else []
+        settings += [f"dispatcher {self.dispatcher}"] if self.dispatcher != "all_to_all" else []
+        return f"{shown},{', '.join(settings)}"
 
 
 def _usual(virtual: int) -> str:
@@ -139,12 +145,37 @@ class Place:
             raise ConfigError(
                 f"a mapping for {self.mapping.parallel.world} ranks on a cluster of {self.cluster.gpus} accelerators"
             )
+        if self.mapping.dispatcher != "all_to_all" and (
+            why := lacks(self.mapping.dispatcher, ep_span(self.cluster, self.mapping.parallel))
+        ):
+            raise ConfigError(f"dispatcher {self.mapping.dispatcher} has nothing to do for {self.mapping}: {why}")
 
     @cached_property
     def spans(self) -> dict[str, Span]:
         """By axis: "tp", "cp", "dp", "ep", "etp", "edp"; "dp_cp": ranks that hold the same dense parameters; "pp": a
         rank and the one with the next stage."""
         return _spans(self.cluster, self.mapping.parallel)
+
+
+def ep_span(cluster: Cluster, parallel: ParallelConfig) -> Span:
+    """Where ranks that share experts stand."""
+    return _span(cluster, parallel.ep, parallel.etp)
+
+
+def lacks(dispatcher: Dispatcher, span: Span) -> str | None:
+    """What ranks that share experts lack for a dispatcher, in words; None: nothing.
+
+    Args:
+        span: of an "ep" group.
+    """
+    if dispatcher != "all_to_all" and span.ranks == 1:
+        return "every rank has all experts"
+    if dispatcher == "hierarchical":
+        if span.hosts == 1:
+            return "the ranks that share the experts are all on one host"
+        if span.fewest != span.most or span.most < 2:
+            return "hosts must have equal numbers of the ranks that share the experts, at least 2"
+    return None
 
 
 @lru_cache(maxsize=1 << 14)

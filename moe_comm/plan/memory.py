@@ -24,13 +24,14 @@ from operator import mul
 from moe_comm.layers.config import AttentionConfig, TransformerConfig
 from moe_comm.layers.moe_config import MoEConfig, ZeroExperts
 from moe_comm.layers.router import RouterConfig
+from moe_comm.plan.dispatching import SUM_BYTES, copies, sends_sums
 from moe_comm.plan.halves import splits
 from moe_comm.plan.hardware import BYTES
+from moe_comm.plan.load import Load
 from moe_comm.plan.mapping import Mapping, Recompute
 from moe_comm.plan.memory_fixed import Keeping, Parts, fixed_of, fixed_parts
 from moe_comm.plan.memory_split import Moment, gradients_between, moments
 from moe_comm.plan.model import ModelShape
-from moe_comm.plan.operators import Load
 from moe_comm.train.memory import MASTER, Activations, Fixed, in_flight
 from moe_comm.train.optim import OptimizerOptions
 from moe_comm.train.pipeline.schedules import check_micro_batches
@@ -94,11 +95,13 @@ def memory(
     load: Load,
     global_batch: int,
     policy: Policy = POLICY,
+    host: int | None = None,
 ) -> tuple[RankMemory, ...]:
     """What the ranks of each pipeline position hold, in order of positions.
 
     Args:
         global_batch: sequences of a step.
+        host: accelerators of one host; None: all are on one.
 
     Raises:
         ConfigError: the batch cannot be cut so, or the schedule cannot run with these stages or micro-batches.
@@ -120,7 +123,7 @@ def memory(
         tokens = _tokens(mapping, load)
         halfway = gradients_between(shape, mapping, load, tokens, size)
     losses = loss * (micro_batches if schedule == "gpipe" and parallel.pp > 1 else 1)
-    buffers = _Buffers.of(shape, mapping, load, size)
+    buffers = _Buffers.of(shape, mapping, load, size, host)
     every: dict[tuple[Parts, int], tuple[Fixed, float, int]] = {}
     found = []
     for position, ((parts, stages), some) in enumerate(zip(stages_of, moments_of, strict=True)):
@@ -243,7 +246,7 @@ def _config(shape: ModelShape) -> TransformerConfig:
 class _Buffers:
     """Bytes that are there while one layer runs, beside what is kept; none of it is in ``moe_comm.train.memory``.
 
-    dispatch: rows sent and rows received, once for dispatch and once for combine; nothing if experts are all here.
+    dispatch: what goes out and what comes back (``_dispatched``); nothing if experts are all here.
     moe, dense: gradients of a layer's feed-forward block on their way back: of rows in and out, and of what lies
     between them. gathered: input of a block over tp, and its gradient. swapped: queries, keys and values over cp,
     before and after. hop: a micro-batch's activations for one neighbour in the pipeline, there and its gradients back.
@@ -257,14 +260,14 @@ class _Buffers:
     hop: float
 
     @classmethod
-    def of(cls, shape: ModelShape, mapping: Mapping, load: Load, size: int) -> _Buffers:
+    def of(cls, shape: ModelShape, mapping: Mapping, load: Load, size: int, host: int | None) -> _Buffers:
         p, tokens = mapping.parallel, _tokens(mapping, load)
-        even, row = tokens * shape.chosen, shape.hidden * size
-        sent, rows = even * min(1.0, load.capacity or 1.0) * p.etp, even * load.busiest(p.ep) * p.etp
+        row = shape.hidden * size
+        rows = tokens * shape.chosen * load.busiest(p.ep) * p.etp
         inner = 3 if shape.gated else 2
         dense = tokens * ((3 if shape.dense_gated else 2) * shape.dense_ffn * size + 2 * p.tp * row)
         return cls(
-            dispatch=2 * (sent + rows) * row if p.ep * p.etp > 1 else 0.0,
+            dispatch=_dispatched(shape, mapping, load, size, host) * tokens * row if p.ep * p.etp > 1 else 0.0,
             moe=rows * (2 * row + inner * shape.ffn / p.etp * size),
             dense=dense if shape.dense_ffn else 0.0,
             gathered=2 * tokens * p.tp * row if p.tp > 1 else 0.0,
@@ -276,3 +279,22 @@ class _Buffers:
         """Of the largest layer at a position of so many stages, and between these and their neighbours."""
         layer = max(self.dispatch + self.moe if parts.moe else 0.0, self.dense if parts.dense else 0.0, self.swapped)
         return self.gathered + layer + self.hop * (2 * stages - parts.first - parts.last)
+
+
+def _dispatched(shape: ModelShape, mapping: Mapping, load: Load, size: int, host: int | None) -> float:
+    """Rows for each token of a rank that are there beside the experts' own, of dispatch and of combine together.
+
+    all_to_all: rows sent and received, twice. all_gather: every rank's tokens and the rows picked from them; then rows
+    there and here, or as sums both in fp32. hierarchical: twice rows sent and received inside the host, these in their
+    places, and copies from other hosts.
+    """
+    p, kept = mapping.parallel, min(1.0, load.capacity or 1.0)
+    ranks = p.ep * p.etp
+    sent, rows = (shape.chosen * share * p.etp for share in (kept, load.busiest(p.ep)))
+    if mapping.dispatcher == "all_gather":
+        sums = sends_sums("all_gather", shape, p.ep, size)
+        return ranks + rows + (SUM_BYTES / size * (ranks + rows) if sums else sent + rows)
+    hosts = 1 if host is None else -(-ranks // host)
+    if mapping.dispatcher == "hierarchical" and hosts > 1:
+        return 2 * (sent + 2 * rows + copies(shape, hosts, kept))
+    return 2 * (sent + rows)

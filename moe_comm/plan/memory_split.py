@@ -11,10 +11,10 @@ from functools import lru_cache
 import numpy as np
 
 from moe_comm.plan.hardware import BYTES
+from moe_comm.plan.load import Load
 from moe_comm.plan.mapping import Mapping
 from moe_comm.plan.model import ModelShape
 from moe_comm.plan.model_block import Weight
-from moe_comm.plan.operators import Load
 from moe_comm.plan.orders import pass_order
 from moe_comm.plan.replay import Ints
 from moe_comm.train.pipeline.stages import StagePlan

@@ -41,6 +41,7 @@ class ModelShape:
     qk_norm, qkv_bias, out_bias, router_bias, expert_bias, shared_gate: small vectors, as in ``moe_comm.layers``.
     window: a token sees this many tokens, itself included; None: all before it. full_layers: layers without window.
     zero_experts: zero-computation experts that the router can choose beside the real ones.
+    groups, top_groups: a token's experts are all in the best ``top_groups`` of so many equal groups (DeepSeek-V3).
     parallel_block: attention and feed-forward read one norm's output. shortcut: LongCat-Flash's layer.
     layer_vectors: elements of a layer's other vectors: norms behind blocks, norms' biases, attention's sinks.
     head_vectors: of the final norm's and the head's biases.
@@ -76,6 +77,8 @@ class ModelShape:
     shortcut: bool = False
     layer_vectors: int = 0
     head_vectors: int = 0
+    groups: int = 1
+    top_groups: int = 1
 
     def __post_init__(self) -> None:
         self._check(min(self.layers, self.hidden, self.heads, self.vocab) >= 1, "layers, hidden, heads, vocab: >= 1")
@@ -95,6 +98,10 @@ class ModelShape:
         if self.moe_layers:
             self._check(self.experts >= 1, "without experts, all layers must be dense (dense_layers = layers)")
             self._check(1 <= self.top_k <= self.experts + self.zero_experts, "top_k must be from 1 to the experts")
+            self._check(self.groups >= 1 and not self.experts % self.groups, "groups must divide the experts")
+            self._check(1 <= self.top_groups <= self.groups, "top_groups must be from 1 to groups")
+            chosen_from = self.top_groups * self.experts // self.groups + self.zero_experts
+            self._check(self.top_k <= chosen_from, "top_groups have fewer experts than top_k")
             self._check(self.ffn >= 1, "ffn, the width of an expert, must be at least 1")
         if self.dense_layers or self.shortcut:
             self._check(self.dense_ffn >= 1, "dense blocks need dense_ffn, their width")
@@ -138,6 +145,8 @@ class ModelShape:
             zero_experts=moe.zero_experts.total,
             parallel_block=config.parallel_block,
             shortcut=config.shortcut,
+            groups=moe.router.num_groups,
+            top_groups=moe.router.top_groups,
         )
 
     # Widths.

@@ -158,6 +158,7 @@ def shape_of_hugging_face(config: Mapping[str, Any], where: str = "config.json")
     window, full_layers = _window(read, layers, family)
     both = read.flag("attention_bias")
     shared = _shared_ffn(read, kind, expert_ffn or 0, family) if experts else 0
+    groups, top_groups = _groups(read) if experts else (1, 1)
     blocks_norms = 1 if family.parallel else 2
     shape = ModelShape(
         name=_title(Path(where)) or kind,
@@ -188,6 +189,8 @@ def shape_of_hugging_face(config: Mapping[str, Any], where: str = "config.json")
         shortcut=family.shortcut,
         layer_vectors=hidden * (family.norms + blocks_norms * family.norm_bias) + heads * family.sinks,
         head_vectors=hidden * family.norm_bias + read.count(_VOCAB) * read.flag("lm_head_bias"),
+        groups=groups,
+        top_groups=top_groups,
     )
     if shape.params > MOST_PARAMS:
         raise ConfigError(f"{where}: {shape.params:,} parameters; no model has more than {MOST_PARAMS:,}")
@@ -281,6 +284,14 @@ def _latent(read: _Reader) -> Latent | None:
         read.count((name,)) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     )
     return Latent(read.optional("q_lora_rank", least=1), kv_rank, nope, rope, value)
+
+
+def _groups(read: _Reader) -> tuple[int, int]:
+    """Of group-limited routing, which DeepSeek-V2 has only by one of its methods."""
+    groups, top = read.optional("n_group", least=1), read.optional("topk_group", least=1)
+    if groups is None or top is None or read.text("topk_method") == "greedy":
+        return 1, 1
+    return groups, top
 
 
 def _dense_layers(read: _Reader, layers: int) -> int:

@@ -121,6 +121,8 @@ _DEEPSEEK_V3 = ModelShape(
     dense_layers=3,
     dense_ffn=18432,
     latent=Latent(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128),
+    groups=8,
+    top_groups=4,
 )
 
 # https://huggingface.co/deepseek-ai/deepseek-moe-16b-base config.json; arXiv 2401.06066. 16.4 B, 2.8 B active.

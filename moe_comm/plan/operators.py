@@ -6,8 +6,8 @@
 
 With b tokens of hidden size h on a rank of a tensor-parallel group of n, in elements sent by each rank and direction
 (MegaScale-MoE, arXiv 2505.11432, section 3): attention 2 b h (n - 1), an MoE layer 2 k b h (n - 1) / n over n
-expert-parallel ranks. Backward has two products for each, and every transfer the other way round; with tp the input is
-gathered once more for the weights' gradient.
+expert-parallel ranks by all_to_all (``dispatching.py`` has the other dispatchers). Backward has two products for each,
+and every transfer the other way round; with tp the input is gathered once more for the weights' gradient.
 
 Routing is in equal parts but for ``imbalance``: what the busiest rank has over the mean. What of a transfer goes on
 beside or inside products is ``moe_comm.plan.beside``'s.
@@ -15,16 +15,17 @@ beside or inside products is ``moe_comm.plan.beside``'s.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Literal, Self
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Literal
 
-from moe_comm.errors import ConfigError
 from moe_comm.plan import fused
 from moe_comm.plan.collectives import NOTHING, Moved, Span
+from moe_comm.plan.dispatching import Rows, Transfer, dispatching
 from moe_comm.plan.fused import Product
-from moe_comm.plan.hardware import BYTES
+from moe_comm.plan.hardware import BYTES, Cluster
+from moe_comm.plan.load import Load
 from moe_comm.plan.mapping import Place
 from moe_comm.plan.model import LayerKind, ModelShape
 from moe_comm.plan.model_block import Block, Weight
@@ -38,9 +39,6 @@ gradients: products on Hopper read both operands along K (Transformer Engine's d
 IN_BF16 = ("router", "head")
 """Products that stay in bf16 where others are in fp8, which is for linear layers within a transformer block
 (Megatron-Bridge's performance guide)."""
-DROPLESS = 1.29
-"""``Load.imbalance`` to assume where no capacity caps it and nothing was measured: routers in training are not even.
-Fitted on MegaScale-MoE's 352B on 720 GPUs (arXiv 2505.11432)."""
 
 
 @dataclass(frozen=True)
@@ -67,40 +65,6 @@ class Operation:
     def shown(self) -> float:
         """Seconds that it adds to its pass."""
         return self.seconds - self.hidden
-
-
-@dataclass(frozen=True)
-class Load:
-    """What is computed. seq_len: tokens of a sequence. dtype: of products and of what travels.
-
-    capacity: slots of an expert over its mean load, None: no token is dropped. imbalance: rows of the busiest rank's
-    experts over the mean (1: routing is in equal parts); a capacity caps it.
-    """
-
-    seq_len: int
-    dtype: str = "bf16"
-    capacity: float | None = None
-    imbalance: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.seq_len < 1 or self.dtype not in BYTES:
-            raise ConfigError(f"seq_len must be at least 1 and dtype one of {', '.join(BYTES)}; got {self}")
-        capacity = 1.0 if self.capacity is None else self.capacity
-        if not (1 <= self.imbalance < math.inf and 0 < capacity < math.inf):
-            raise ConfigError(f"imbalance is at least 1, capacity above 0 or None; got {self}")
-
-    @classmethod
-    def assumed(cls, seq_len: int, dtype: str, capacity: float | None, imbalance: float | None = None) -> Self:
-        """imbalance: None: not measured; then ``DROPLESS`` is assumed where no capacity caps it."""
-        if imbalance is None:
-            imbalance = DROPLESS if capacity is None else 1.0
-        return cls(seq_len, dtype, capacity, imbalance)
-
-    def busiest(self, ep: int) -> float:
-        """Rows of the busiest of ``ep`` ranks over those of each if routing were in equal parts: at most all rows there
-        are. One that has all experts has all rows of its tokens, however they are routed."""
-        rows = min(self.imbalance, float(ep))
-        return rows if self.capacity is None else min(rows, self.capacity)
 
 
 @dataclass(frozen=True)
@@ -133,8 +97,7 @@ class Operators:
         self.shape, self.place, self.load = shape, place, load
         self._gpu = place.cluster.accelerator
         self._parallel, self._spans = place.mapping.parallel, place.spans
-        self._size = BYTES["bf16" if load.dtype == "fp8" else load.dtype]
-        """Bytes of an element of activations; products alone are in fp8."""
+        self._size = load.size
         p = self._parallel
         self.group_tokens = place.mapping.micro_batch * load.seq_len / p.cp
         """Of a micro-batch on a tensor-parallel group."""
@@ -152,9 +115,15 @@ class Operators:
 
     def layer(self, kind: LayerKind) -> Pass:
         """One layer of a kind."""
-        passes = {"attention": self.attention, "dense": self.dense, "moe": self.experts}
-        found = [passes[block.name]() for block, times in self.shape.layer_blocks(kind) for _ in range(times)]
+        found = [self._block(block.name) for block, times in self.shape.layer_blocks(kind) for _ in range(times)]
         return _joined(found)
+
+    def _block(self, name: str) -> Pass:
+        """Blocks are the same for many mappings: of the experts' degrees, for one, attention knows nothing."""
+        mapping, p = self.place.mapping, self._parallel
+        settings: tuple[object, ...] = (p.tp, p.cp, mapping.micro_batch, mapping.overlap)
+        settings += (p.ep, p.etp, mapping.dispatcher) if name == "moe" else ()
+        return _block(_Block(name, self.shape, self.place.cluster, self.load, settings, self))
 
     def attention(self) -> Pass:
         shape, p, size = self.shape, self._parallel, self._size
@@ -181,10 +150,12 @@ class Operators:
         """Router, dispatch, experts, combine; and the shared expert, which is cut by tp as a dense block is."""
         shape, p = self.shape, self._parallel
         block = shape.moe_block
-        even = self.tokens * shape.chosen
         # Ranks that all have a part of every expert have the same to do, whatever the routing.
-        sent, busiest = even * min(1.0, self.load.capacity or 1.0), even * self._busiest
-        rows = busiest * p.etp
+        even, kept = self.tokens * shape.chosen, min(1.0, self.load.capacity or 1.0)
+        moved = Rows(self.tokens, even, kept, self._busiest, shape.hidden, self._size)
+        way, over = self.place.mapping.dispatcher, self.place.mapping.overlap == "all"
+        moves = dispatching(way, shape, self.place.cluster, self._spans["ep"], moved, overlapped=over)
+        rows = even * self._busiest * p.etp
         local = shape.experts / p.ep
         found = [self._norm()]
         found += [
@@ -192,25 +163,28 @@ class Operators:
         ]
         scores = shape.experts + shape.zero_experts
         found.append(self._memory("routing", 6 * self.tokens * scores * SCORE_BYTES))
-        found.append(self._memory("permute", (self.tokens + sent) * self.row_bytes))
+        found.append(self._memory("permute", moves.leave, moves.home))
         up, down = block.products("experts")
         each = (rows / local, int(max(local, 1)))
         first = self._one(each[0], up.n / p.etp, up.k, each[1])
         last = self._one(each[0], down.n, down.k / p.etp, each[1])
         # Only the transfer next to the experts' products is fused with them.
         far = p.etp > 1
-        row = busiest * self.row_bytes
-        found.append(self._all_to_all("dispatch", self._spans["ep"], row, None if far else first))
+        found.append(self._expert_transfer("dispatch", moves.out, moves.back, None if far else first))
         found.append(self._gather("expert gather", "etp", rows, product=first))
-        sort = [self._memory("sort", 2 * rows * self.row_bytes)] if local > 1 and p.ep * p.etp > 1 else []
-        found += sort
+        sort = 2 * rows * self.row_bytes if local > 1 and p.ep * p.etp > 1 else 0.0
+        arrive, depart = (
+            more + (sort if by_expert or far else 0.0)
+            for more, by_expert in ((moves.arrive, moves.sorted_out), (moves.depart, moves.sorted_back))
+        )
+        found.append(self._memory("sort", arrive, depart))
         found.append(self._product("experts", up, each[0], (up.k, up.n / p.etp), each[1]))
         found.append(self._activation("experts", rows, up.n / p.etp, down.k / p.etp))
         found.append(self._product("experts", down, each[0], (down.k / p.etp, down.n), each[1]))
-        found += sort
+        found.append(self._memory("sort", depart, arrive))
         found.append(self._scatter("expert scatter", "etp", rows, product=last))
-        found.append(self._all_to_all("combine", self._spans["ep"], row, None if far else last))
-        found.append(self._memory("unpermute", (self.tokens + sent) * self.row_bytes))
+        found.append(self._expert_transfer("combine", moves.back, moves.out, None if far else last))
+        found.append(self._memory("unpermute", moves.home, moves.leave))
         if block.products("shared"):
             found += self._cut_block("shared", block)
         return _joined([*found, self._residual()])
@@ -299,10 +273,13 @@ class Operators:
 
     def _memory(self, name: str, num_bytes: float, backward: float | None = None) -> Pass:
         again = num_bytes if backward is None else backward
-        one, other = (self._gpu.launch_s + self._gpu.memory_seconds(each) for each in (num_bytes, again))
-        return Pass(
-            (Operation(name, "memory", one, bytes=num_bytes),), (Operation(name, "memory", other, bytes=again),)
+        one, other = (
+            (Operation(name, "memory", self._gpu.launch_s + self._gpu.memory_seconds(each), bytes=each),)
+            if each
+            else ()
+            for each in (num_bytes, again)
         )
+        return Pass(one, other)
 
     def _norm(self) -> Pass:
         return self._memory("norm", 2 * self.tokens * self.row_bytes, 4 * self.tokens * self.row_bytes)
@@ -342,6 +319,18 @@ class Operators:
         one = _transfer(name, self.place.cluster.all_to_all(num_bytes, span), inside)
         return Pass((one,), (one,))
 
+    def _expert_transfer(self, name: str, there: Transfer, back: Transfer, product: Product | None) -> Pass:
+        """Forward one way, backward the other. product: that it can be fused with."""
+        span = self._spans["ep"]
+        if span.ranks == 1:
+            return Pass((), ())
+
+        def one(each: Transfer) -> tuple[Operation, ...]:
+            inside = self._inside(span, product, each.way, each.num_bytes) if product and each.way else 0.0
+            return (_transfer(name, each.moved, inside),)
+
+        return Pass(one(there), one(back))
+
     def _inside(self, span: Span, product: Product, way: fused.Way, num_bytes: float) -> float:
         """With overlap "all", the share of a transfer that goes on inside a product; backward has the same products,
         the other way round."""
@@ -349,6 +338,24 @@ class Operators:
             return 0.0
         transport = fused.COPIES if way == "gather" else fused.STORES
         return fused.fused(self.place.cluster, span, product, way, num_bytes, transport).hidden
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A block, and what its operators depend on; ``of`` are some that they are the same for."""
+
+    name: str
+    shape: ModelShape
+    cluster: Cluster
+    load: Load
+    settings: tuple[object, ...]
+    of: Operators = field(compare=False)
+
+
+@lru_cache(maxsize=4096)
+def _block(one: _Block) -> Pass:
+    passes = {"attention": one.of.attention, "dense": one.of.dense, "moe": one.of.experts}
+    return passes[one.name]()
 
 
 def _transfer(name: str, moved: Moved, inside: float) -> Operation:

@@ -68,6 +68,7 @@ def label(mapping: Mapping) -> str:
     found[-1:-1] = [mapping.pipeline] if mapping.pipeline else []
     found += [f"recompute {mapping.recompute}"] if mapping.recompute != "none" else []
     found += [f"overlap {mapping.overlap}"] if mapping.overlap != "none" else []
+    found += [f"dispatcher {mapping.dispatcher}"] if mapping.dispatcher != "all_to_all" else []
     return ", ".join(found)
 
 
@@ -186,7 +187,8 @@ def _first_passes(timeline: Timeline) -> dict[int, list[Piece]]:
 
 def _memory(question: Question, candidate: Candidate) -> dict[str, Any]:
     """GiB of each term at each position, at its highest."""
-    held = memory(question.shape, candidate.mapping, question.load, question.global_batch, question.policy)
+    host = question.cluster.host_size
+    held = memory(question.shape, candidate.mapping, question.load, question.global_batch, question.policy, host)
     terms: dict[str, list[float]] = defaultdict(list)
     for one in held:
         for name, count in _terms(one).items():

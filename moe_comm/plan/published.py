@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from moe_comm.errors import ConfigError
-from moe_comm.plan.mapping import Overlap
+from moe_comm.plan.mapping import Dispatcher, Overlap
 
 FORMAT, VERSION = "moe_comm published", 1
 FOLDER = Path(__file__).parent / "published"
@@ -91,6 +91,7 @@ class StepCase:
     mapping: degrees as ``Mapping.parse`` reads them; free: those that the source does not tell, of which the best
     counts. coupled: expert parallelism lies inside data parallelism. capacity: slots of an expert over its mean load.
     micro_batch, recompute: None: the source does not tell; nor does it the virtual stages, if the mapping has no vpp.
+    dispatcher: "auto": the system takes the fastest.
     """
 
     model: str
@@ -107,6 +108,7 @@ class StepCase:
     dtype: str = "bf16"
     micro_batch: int | None = None
     recompute: str | None = None
+    dispatcher: str = "all_to_all"
 
     def __post_init__(self) -> None:
         for name in ("gpus", "seq_len", "global_batch"):
@@ -117,6 +119,7 @@ class StepCase:
             _one_of("recompute", self.recompute, ("none", "selective", "full"))
         _one_of("sharding", self.sharding, ("replicate", "zero1", "fsdp"))
         _one_of("overlap", self.overlap, get_args(Overlap))
+        _one_of("dispatcher", self.dispatcher, ("auto", *get_args(Dispatcher)))
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,15 @@ from dataclasses import replace
 from itertools import product
 
 from moe_comm.errors import ConfigError
-from moe_comm.plan.fit import fits
 from moe_comm.plan.hardware_table import cluster_named
-from moe_comm.plan.mapping import MICRO_BATCHES, RECOMPUTE, Mapping, Place
-from moe_comm.plan.memory import Policy, memory
+from moe_comm.plan.load import Load
+from moe_comm.plan.mapping import MICRO_BATCHES, RECOMPUTE, Mapping
+from moe_comm.plan.memory import Policy
 from moe_comm.plan.model import ModelShape
 from moe_comm.plan.model_file import model_named
-from moe_comm.plan.operators import Load
 from moe_comm.plan.published import StepCase
-from moe_comm.plan.step import StepModel
+from moe_comm.plan.question import Question
+from moe_comm.plan.space import Space
 from moe_comm.plan.validate import OutOfMemory
 
 POLICY = Policy(cut_shared=True, reshard=True)
@@ -44,12 +44,12 @@ def choice(case: StepCase) -> tuple[Mapping, float] | OutOfMemory:
     missing: list[int] = []
     load = Load.assumed(case.seq_len, case.dtype, case.capacity)
     again = [one for one in RECOMPUTE if case.recompute in (None, one)]
-    for mapping in _mappings(case, shape):
+    question = Question(shape, cluster, load, case.global_batch, POLICY)
+    for mapping in _mappings(case, question):
         for recompute in again:
             tried = replace(mapping, recompute=recompute)
             try:
-                fit = fits(memory(shape, tried, load, case.global_batch, POLICY), cluster.accelerator)
-                model = StepModel(shape, Place(tried, cluster), load, case.global_batch)
+                fit, model = question.fit(tried), question.model(tried)
             except ConfigError:  # degrees, layers or a batch that cannot be cut so
                 break
             missing.append(fit.missing)
@@ -62,8 +62,9 @@ def choice(case: StepCase) -> tuple[Mapping, float] | OutOfMemory:
     return OutOfMemory(min(missing)) if best is None else best
 
 
-def _mappings(case: StepCase, shape: ModelShape) -> Iterator[Mapping]:
+def _mappings(case: StepCase, question: Question) -> Iterator[Mapping]:
     """All that the source leaves open but recomputing."""
+    shape, space = question.shape, Space.of(dispatcher=None if case.dispatcher == "auto" else case.dispatcher)
     for degrees in product(*(_degrees(axis, case, shape) for axis in case.free)):
         text = ",".join(filter(None, [case.mapping, *map("{}={}".format, case.free, degrees)]))
         try:
@@ -73,8 +74,9 @@ def _mappings(case: StepCase, shape: ModelShape) -> Iterator[Mapping]:
         layers = shape.layers // first.parallel.pp
         virtual = [v for v in range(1, layers + 1) if not layers % v] if first.parallel.pp > 1 else [1]
         told = [first.virtual] if "vpp" in text else virtual
-        for vpp, micro_batch in product(told, MICRO_BATCHES if case.micro_batch is None else (case.micro_batch,)):
-            yield replace(first, virtual=vpp, micro_batch=micro_batch)
+        sizes = MICRO_BATCHES if case.micro_batch is None else (case.micro_batch,)
+        for vpp, micro_batch, dispatcher in product(told, sizes, space.dispatchers(question, first.parallel)):
+            yield replace(first, virtual=vpp, micro_batch=micro_batch, dispatcher=dispatcher)
 
 
 def _degrees(axis: str, case: StepCase, shape: ModelShape) -> list[int]:

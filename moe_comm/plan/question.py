@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from moe_comm.errors import ConfigError
 from moe_comm.plan.fit import RESERVE, Fit, fits
 from moe_comm.plan.hardware import Cluster
+from moe_comm.plan.load import Load
 from moe_comm.plan.mapping import Mapping, Place
 from moe_comm.plan.memory import POLICY, Policy, memory
 from moe_comm.plan.model import ModelShape
-from moe_comm.plan.operators import Load
 from moe_comm.plan.step import Step, StepModel
 
 
@@ -41,7 +41,7 @@ class Question:
 
     def fit(self, mapping: Mapping) -> Fit:
         """Whether ``mapping`` fits. Raises ConfigError where it cannot run at all."""
-        held = memory(self.shape, mapping, self.load, self.global_batch, self.policy)
+        held = memory(self.shape, mapping, self.load, self.global_batch, self.policy, self.cluster.host_size)
         return fits(held, self.cluster.accelerator, self.reserve)
 
     def model(self, mapping: Mapping) -> StepModel:

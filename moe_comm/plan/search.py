@@ -18,11 +18,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 from moe_comm.errors import ConfigError
 from moe_comm.plan.bound import Bounded, Floor
 from moe_comm.plan.fit import Change, Fit, changes_that_fit
-from moe_comm.plan.mapping import Mapping, Overlap, Sharding
+from moe_comm.plan.mapping import Dispatcher, Mapping, Overlap, Sharding
 from moe_comm.plan.question import Candidate, Question
 from moe_comm.plan.space import Shape, Space, host_of
 from moe_comm.topology import ParallelConfig
@@ -50,7 +51,8 @@ class Near:
 class Found:
     """What a search found.
 
-    best: the fastest that fit, in order; of mappings that differ in recomputing, sharding or overlap alone the fastest.
+    best: the fastest that fit, in order; of mappings that differ in recomputing, sharding, overlap or dispatcher
+    alone the fastest.
     tried: mappings that can run, all of which were considered. pruned: how many of them were not replayed, by reason.
     replayed: how many were. nearest: if none fits, those that lack least. gpus: if none fits, a number of the same
     accelerators with which some would, or None. complete: nothing faster was overlooked for lack of time.
@@ -114,7 +116,7 @@ def gpus_that_fit(question: Question, space: Space | None = None, limit_s: float
     for times in SIZES if not question.cluster.pods else ():
         more = replace(question, cluster=replace(question.cluster, gpus=times * question.cluster.gpus))
         for p in space.degrees(more):
-            every = _leanest(space, list(space.shapes(more, p)), p, None)
+            every = _leanest(space, list(space.shapes(more, p)), space.dispatchers(more, p), p, None)
             if any(_fit(more, mapping) for mapping in every):
                 return more.cluster.gpus
             if time.perf_counter() > ends:
@@ -132,6 +134,7 @@ class _Open:
 
     key: Key
     overlap: Overlap
+    dispatcher: Dispatcher
     recompute: int
     sharding: tuple[Sharding, ...]
 
@@ -149,21 +152,24 @@ class _Search:
         self._lean: dict[tuple[ParallelConfig, int | None], bool] = {}
         self._nearest: dict[ParallelConfig, Near] = {}
         self._shapes: dict[ParallelConfig, list[Shape]] = {}
+        self._ways: dict[ParallelConfig, tuple[Dispatcher, ...]] = {}
         for p in space.degrees(question, refused):
-            if shapes := list(space.shapes(question, p)):
-                self._shapes[p] = shapes
+            ways, shapes = space.dispatchers(question, p), list(space.shapes(question, p))
+            if ways and shapes:
+                self._shapes[p], self._ways[p] = shapes, ways
+            elif not ways:
+                refused[f"nothing to do for the dispatcher {space.dispatcher[0]}"] += 1
             else:
                 refused["micro-batches are too few or too many for the pipeline"] += 1
-        self.tried = sum(map(len, self._shapes.values())) * len(space.trades())
+        self.tried = sum(map(self._mappings, self._shapes))
 
     def found(self) -> Found:
         for p, shapes in self._shapes.items():
             if self._can_fit(p, None):
-                for shape in shapes:
-                    for overlap in self.space.overlap:
-                        self._push_open(_Open((p, shape), overlap, 0, self.space.sharding))
+                for shape, overlap, dispatcher in product(shapes, self.space.overlap, self._ways[p]):
+                    self._push_open(_Open((p, shape), overlap, dispatcher, 0, self.space.sharding))
             else:
-                self.too_large += len(shapes) * len(self.space.trades())
+                self.too_large += self._mappings(p)
         best, complete = self._run()
         nearest = () if best else tuple(sorted(self._nearest.values(), key=lambda one: one.fit.missing)[:NEAREST])
         return Found(
@@ -176,6 +182,9 @@ class _Search:
             complete=complete,
             space=self.space,
         )
+
+    def _mappings(self, p: ParallelConfig) -> int:
+        return len(self._shapes[p]) * len(self.space.trades()) * len(self._ways[p])
 
     def _run(self) -> tuple[tuple[Candidate, ...], bool]:
         best: dict[Key, Candidate] = {}
@@ -202,7 +211,7 @@ class _Search:
             return
         for sharding in one.sharding:
             recompute = space.recompute[one.recompute]
-            mapping = Mapping(p, virtual, micro_batch, sharding, recompute, one.overlap, schedule)
+            mapping = Mapping(p, virtual, micro_batch, sharding, recompute, one.overlap, schedule, one.dispatcher)
             if self._fits(mapping):
                 bounded = Bounded.of(self.question, mapping)
                 self._push(bounded.bound(), bounded)
@@ -232,7 +241,7 @@ class _Search:
 
     def _can_fit(self, p: ParallelConfig, micro_batch: int | None) -> bool:
         if (p, micro_batch) not in self._lean:
-            every = _leanest(self.space, self._shapes[p], p, micro_batch)
+            every = _leanest(self.space, self._shapes[p], self._ways[p], p, micro_batch)
             self._lean[p, micro_batch] = any(self._fits(mapping) for mapping in every)
         return self._lean[p, micro_batch]
 
@@ -244,23 +253,28 @@ class _Search:
 
     def _push_open(self, one: _Open) -> None:
         p, shape = one.key
-        self._push(self._floor.of(p, *shape, self.space.recompute[one.recompute], one.overlap), one)
+        bound = self._floor.of(p, *shape, self.space.recompute[one.recompute], one.overlap, one.dispatcher)
+        self._push(bound, one)
 
     def _push(self, bound: float, one: _Open | Bounded | Candidate) -> None:
         self._pushed += 1
         heapq.heappush(self._queue, (bound, self._pushed, one))
 
 
-def _leanest(space: Space, shapes: list[Shape], p: ParallelConfig, micro_batch: int | None) -> Iterator[Mapping]:
-    """With each sharding the mappings of which one takes least memory: the smallest micro-batch, with each schedule the
-    fewest stages a rank, and as much recomputed as can be. Fsdp without pipeline keeps less in a step of one
-    micro-batch: that one, too."""
+def _leanest(
+    space: Space, shapes: list[Shape], ways: tuple[Dispatcher, ...], p: ParallelConfig, micro_batch: int | None
+) -> Iterator[Mapping]:
+    """Of each sharding and dispatcher the mappings of which one takes least memory: the smallest micro-batch, with each
+    schedule the fewest stages a rank, and as much recomputed as can be. Fsdp without pipeline keeps less in a step of
+    one micro-batch: that one, too."""
     fitting = [one for one in shapes if micro_batch in (None, one[2])]
     firsts = {schedule: (schedule, virtual, size) for schedule, virtual, size in reversed(fitting)}
     lean = sorted(firsts.values(), key=fitting.index)
+    # hierarchical takes more than all_to_all.
+    ways = tuple(one for one in ways if one != "hierarchical" or "all_to_all" not in ways)
     for schedule, virtual, size in dict.fromkeys(lean + (fitting[-1:] if p.pp == 1 else [])):
-        for sharding in reversed(space.sharding):
-            yield Mapping(p, virtual, size, sharding, space.recompute[-1], space.overlap[0], schedule)
+        for sharding, way in product(reversed(space.sharding), ways):
+            yield Mapping(p, virtual, size, sharding, space.recompute[-1], space.overlap[0], schedule, way)
 
 
 def _fit(question: Question, mapping: Mapping) -> Fit | None:
@@ -283,7 +297,8 @@ def _nothing_runs(question: Question, space: Space, refused: Counter[str]) -> st
         f"{question.load.seq_len:,} tokens a step"
     )
     # As many sequences as accelerators can be dealt over any number of them.
-    least = min((p.dp for p in space.degrees(replace(question, global_batch=gpus))), default=None)
+    dealt = replace(question, global_batch=gpus)
+    least = min((p.dp for p in space.degrees(dealt) if space.dispatchers(dealt, p)), default=None)
     if least is None:
         reasons = "; ".join(why for why, _ in refused.most_common(3))
         return f"{told}: {reasons or 'nothing divides'}. Give another number of accelerators, or another seq_len"

@@ -4,6 +4,7 @@
     shapes    schedule, pipeline stages a rank (vpp) and micro-batch, that the batch and the layers allow
                                                                                                  (``Space.shapes``)
     trades    recompute x sharding x overlap                                                     (``Space.trades``)
+    ways      dispatchers that can run with the degrees, and can be the faster one               (``Space.dispatchers``)
 
 Degrees are divisors of what there is to divide and not only powers of two: 60 layers on 240 accelerators make pp 15.
 
@@ -20,11 +21,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from itertools import product
 from typing import Any, get_args
 
 from moe_comm.errors import ConfigError
+from moe_comm.plan.dispatching import pays
 from moe_comm.plan.fit import divisors, suits
-from moe_comm.plan.mapping import Mapping, Overlap, Recompute, Sharding
+from moe_comm.plan.mapping import Dispatcher, Mapping, Overlap, Recompute, Sharding, ep_span, lacks
 from moe_comm.plan.question import Question
 from moe_comm.topology import ParallelConfig
 from moe_comm.train.pipeline.schedules import check_micro_batches, find_schedule
@@ -40,16 +43,17 @@ SCHEDULES = ("1f1b", "zero_bubble", "zbv", "dualpipev", "interleaved_1f1b", "gpi
 class Space:
     """Which mappings are looked at.
 
-    overlap, recompute, sharding: those that may be chosen. micro_batches: sequences that a rank takes at a time; None:
-    every power of two that the batch allows. virtual: pipeline stages a rank; None: every number that cuts a rank's
-    layers evenly. folded: False: experts lie inside data parallelism, as without folding: etp is tp, ep divides dp.
-    wide: cp may leave a host, and ep ranks may stand astride of hosts. schedule: those that pipelines may have; gpipe
-    is no faster than 1f1b and keeps more, and is looked at only if it is named.
+    overlap, recompute, sharding, dispatcher: those that may be chosen. micro_batches: sequences that a rank takes at a
+    time; None: every power of two that the batch allows. virtual: pipeline stages a rank; None: every number that cuts
+    a rank's layers evenly. folded: False: experts lie inside data parallelism, as without folding: etp is tp, ep
+    divides dp. wide: cp may leave a host, and ep ranks may stand astride of hosts. schedule: those that pipelines may
+    have; gpipe is no faster than 1f1b and keeps more, and is looked at only if it is named.
     """
 
     overlap: tuple[Overlap, ...] = ("none",)
     recompute: tuple[Recompute, ...] = ("none", "selective", "full")
     sharding: tuple[Sharding, ...] = ("replicate", "zero1", "fsdp")
+    dispatcher: tuple[Dispatcher, ...] = get_args(Dispatcher)
     micro_batches: tuple[int, ...] | None = None
     virtual: tuple[int, ...] | None = None
     folded: bool | None = None
@@ -62,6 +66,7 @@ class Space:
             "recompute": get_args(Recompute),
             "sharding": get_args(Sharding),
             "schedule": SCHEDULES,
+            "dispatcher": get_args(Dispatcher),
         }
         for name, values in known.items():
             given = getattr(self, name)
@@ -94,13 +99,24 @@ class Space:
     def candidates(self, question: Question) -> Iterator[Mapping]:
         """All of them; only mappings that can run, whether they fit memory or not."""
         for parallel in self.degrees(question):
+            ways = self.dispatchers(question, parallel)
             for schedule, virtual, micro_batch in self.shapes(question, parallel):
-                for recompute, sharding, overlap in self.trades():
-                    yield Mapping(parallel, virtual, micro_batch, sharding, recompute, overlap, schedule)
+                for (recompute, sharding, overlap), way in product(self.trades(), ways):
+                    yield Mapping(parallel, virtual, micro_batch, sharding, recompute, overlap, schedule, way)
 
     def trades(self) -> tuple[Trade, ...]:
-        """What is left to choose once degrees, micro-batch and stages are."""
+        """What is left to choose once degrees, micro-batch, stages and dispatcher are."""
         return tuple((r, s, o) for r in self.recompute for s in self.sharding for o in self.overlap)
+
+    def dispatchers(self, question: Question, parallel: ParallelConfig) -> tuple[Dispatcher, ...]:
+        """Those that can run with these degrees; of several, those that can be faster than ``all_to_all``."""
+        shape, load, cluster = question.shape, question.load, question.cluster
+        span = ep_span(cluster, parallel)
+        found = tuple(one for one in self.dispatcher if lacks(one, span) is None)
+        if len(found) < 2:
+            return found
+        rows = (min(1.0, load.capacity or 1.0), load.busiest(parallel.ep), load.size)
+        return tuple(one for one in found if pays(one, shape, cluster, span, *rows))
 
     def degrees(self, question: Question, refused: Counter[str] | None = None) -> Iterator[ParallelConfig]:
         """Degrees with which the model, the batch and the cluster's hosts can be cut.

@@ -22,9 +22,10 @@ from moe_comm.plan.beside import FREE
 from moe_comm.plan.blocks import BLOCKS, LINKS, Priced, Work, links, priced, seconds_of
 from moe_comm.plan.collectives import NOTHING, Moved
 from moe_comm.plan.halves import splits
+from moe_comm.plan.load import Load
 from moe_comm.plan.mapping import Place
 from moe_comm.plan.model import ModelShape
-from moe_comm.plan.operators import Load, Operators, Pass
+from moe_comm.plan.operators import Operators, Pass
 from moe_comm.plan.orders import PassKind, PassOrder, pass_order
 from moe_comm.plan.replay import Floats, Plan, prepare, replay
 from moe_comm.plan.schedules import PassSeconds, pipeline_tasks

@@ -14,6 +14,7 @@ from collections.abc import Mapping as Table
 from dataclasses import fields
 
 from moe_comm.errors import ConfigError
+from moe_comm.plan.dispatching import sends_sums
 from moe_comm.plan.mapping import Mapping
 from moe_comm.plan.model import ModelShape
 from moe_comm.plan.question import Candidate, Question
@@ -23,8 +24,7 @@ FAMILIES = {"none": "mixtral", "head": "qwen3_moe", "full": "olmoe"}
 """By how queries and keys are normed, of models without latent attention."""
 _LR = 3e-4
 _UNKNOWN = (
-    "What a plan does not know is left as it is by default: text, tokenizer, learning rate, rope_theta, groups of",
-    "DeepSeek-V3's routing. Give your own.",
+    "What a plan does not know is left as it is by default: text, tokenizer, learning rate, rope_theta. Give your own.",
 )
 
 
@@ -76,6 +76,10 @@ def differences(question: Question, candidate: Candidate) -> tuple[str, ...]:
             "transfers hide behind the products next to them, in chunks, but not beside other operators: that takes "
             "two micro-batches in turns, an even number of them, no pipeline, no fsdp and no full recomputing"
         )
+    if mapping.overlap != "none" and mapping.dispatcher != "all_to_all":
+        found.append(f"{mapping.dispatcher} moves rows before and after the experts' products, and not inside them")
+    if mapping.overlap == "all" and mapping.dispatcher == "hierarchical":
+        found.append("rows of other hosts are passed on when all have come")
     if policy.reshard and mapping.sharding == "fsdp":
         found.append("fsdp keeps gradients, and weights of a pipeline's stages, until the end of a step")
     if policy.cut_shared and question.shape.shared_ffn and mapping.parallel.tp > 1:
@@ -90,6 +94,11 @@ def _parallel(question: Question, mapping: Mapping) -> Table[str, object]:
     if p.pp > 1:
         found |= {"schedule": mapping.schedule, "virtual": mapping.virtual}
     found["sharding"] = mapping.sharding
+    if mapping.dispatcher != "all_to_all":
+        found["backend"] = mapping.dispatcher
+        # As the plan has it: the library's default is to send each row back.
+        if sends_sums(mapping.dispatcher, question.shape, p.ep, question.load.size):
+            found["deterministic"] = False
     if mapping.overlap in ("inter", "all"):
         found |= {"overlap_chunks": "auto", "interleave": _interleaves(question, mapping)}
     return found
@@ -122,6 +131,8 @@ def _model(question: Question) -> dict[str, object]:
         found["head_dim"] = shape.score_dim + shape.score_dim % 2  # of no use here, but what is left out must divide
     if shape.moe_layers:
         found |= {"experts": shape.experts, "top_k": shape.top_k, "ffn": shape.ffn}
+        if shape.groups > 1:
+            found |= {"expert_groups": shape.groups, "top_groups": shape.top_groups}
     for name, value in {
         "shared_ffn": shape.shared_ffn,
         "first_dense": shape.dense_layers,

@@ -19,8 +19,8 @@ from moe_comm.plan import fused
 from moe_comm.plan.fused import Product, Transport
 from moe_comm.plan.hardware import BYTES, Cluster
 from moe_comm.plan.hardware_table import H100, PCIE_4, cluster_named
+from moe_comm.plan.load import DROPLESS
 from moe_comm.plan.model_file import model_named
-from moe_comm.plan.operators import DROPLESS
 from moe_comm.plan.published import OperatorCase, Row, StepCase, Table, tables
 from moe_comm.plan.weights import SLOW_RING
 
@@ -42,7 +42,7 @@ CONSTANTS: dict[str, float] = {
     "fused.GROUPED": fused.GROUPED,
     "h100.sustained": H100.sustained,
     "weights.SLOW_RING": SLOW_RING,
-    "operators.DROPLESS": DROPLESS,
+    "load.DROPLESS": DROPLESS,
 }
 """Those that rows' ``fits`` name, each fitted on that one row."""
 

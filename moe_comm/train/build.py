@@ -62,7 +62,7 @@ def _dispatch_options(config: TrainConfig) -> DispatchOptions:
     payloads = config.payload.payloads()
     return DispatchOptions(
         config.parallel.timeout_s,
-        deterministic=payloads.invariant,
+        deterministic=config.parallel.deterministic and payloads.invariant,
         payloads=payloads,
         checksums=config.guard.checksums,
     )

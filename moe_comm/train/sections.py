@@ -227,6 +227,7 @@ class ParallelSection(Section):
     interleave: two micro-batches at a time, which take turns: the rows of one travel while the other computes. They
         travel with ``overlap_chunks``; not with a pipeline, FSDP or full recomputing.
     backend: dispatcher; see ``moe_comm.dispatch.BACKENDS``.
+    deterministic: its results have the same bits on any number of ranks; False lets some move fewer bytes.
     """
 
     ranks: int = Field(default=2, ge=1)
@@ -247,6 +248,7 @@ class ParallelSection(Section):
     backend: Literal["auto", "local", "shared_memory", "peer_to_peer", "all_to_all", "all_gather", "hierarchical"] = (
         "auto"
     )
+    deterministic: bool = True
     timeout_s: float = Field(default=300.0, gt=0)
 
     def mapping(self, world: int) -> ParallelConfig:

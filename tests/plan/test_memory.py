@@ -23,13 +23,14 @@ from moe_comm.layers.router import RouterConfig
 from moe_comm.layers.transformer import ModelPlan, Transformer
 from moe_comm.plan.fit import Change, Fit, changes_that_fit, fits
 from moe_comm.plan.hardware_table import H100
+from moe_comm.plan.load import Load
 from moe_comm.plan.mapping import Mapping
 from moe_comm.plan.memory import Policy, RankMemory, _Buffers, memory, worst
 from moe_comm.plan.memory_fixed import Parts
 from moe_comm.plan.memory_split import gradients_between, moments
 from moe_comm.plan.model import ModelShape
 from moe_comm.plan.model_file import model_named
-from moe_comm.plan.operators import Load
+from moe_comm.plan.routing import hosts_reached
 from moe_comm.plan.schedules import pass_order, peak_held
 from moe_comm.train.config import load
 from moe_comm.train.dry_run import DryRun, examine
@@ -120,7 +121,7 @@ def test_what_is_in_flight_is_what_the_order_of_passes_holds(schedule: str, virt
     between[0] = 0  # nothing of the first stage's backward has run
     peak = peak_held(order, np.full(order.stages, held), held + between)
     found = memory(EVEN, mapping, SEQ, 8)
-    plain = _Buffers.of(EVEN, mapping, SEQ, 2)
+    plain = _Buffers.of(EVEN, mapping, SEQ, 2, None)
     for rank in range(4):
         if rank != order.stage_rank()[-1]:
             buffers = plain.at(Parts(0, 24 // 4, int(rank == 0), 0), virtual)
@@ -211,6 +212,26 @@ def test_the_busiest_rank_keeps_its_rows_and_receives_them() -> None:
     assert even.buffers < capped.buffers < uneven.buffers
     assert even.activations < capped.activations < uneven.activations
     assert even.weights == uneven.weights
+
+
+def test_dispatchers_hold_what_they_gather_and_pass_on() -> None:
+    """Rows of one layer, beside those that experts keep."""
+    shape, row = replace(EVEN, top_k=6), 256 * 2
+
+    def rows(dispatcher: str, ep: int, host: int | None = None, imbalance: float = 1.0) -> float:
+        mapping = Mapping.parse(f"ep={ep}", 8, dispatcher=dispatcher)
+        plain = replace(mapping, parallel=replace(mapping.parallel, ep=1), dispatcher="all_to_all")
+        load = Load(4096, imbalance=imbalance)
+        held, none = (memory(shape, one, load, 8, host=host)[0].buffers for one in (mapping, plain))
+        return (held - none) / (4096 * row)  # of which nothing is dispatched
+
+    assert rows("all_to_all", 8) == pytest.approx(2 * (6 + 6))
+    assert rows("all_gather", 8) == pytest.approx((8 + 6) + (6 + 6)), "all tokens, picked rows; rows there and back"
+    assert rows("all_gather", 2) == pytest.approx((2 + 6) + 2 * (2 + 6)), "and sums in fp32"
+    assert rows("hierarchical", 8, host=8) == rows("all_to_all", 8), "one host"
+    over = [rows("hierarchical", 8, host=host) for host in (4, 2)]
+    copies = [hosts_reached(shape, hosts) * (hosts - 1) / hosts for hosts in (2, 4)]
+    assert over == pytest.approx([2 * (6 + 2 * 6 + each) for each in copies])
 
 
 def test_more_recomputing_and_sharding_take_less() -> None:
@@ -310,6 +331,18 @@ def test_single_changes_that_fit_change_one_thing_and_fit() -> None:
         shape, replace(mapping, micro_batch=8, sharding="fsdp", recompute="none"), SEQ, 256, H100
     )
     assert "recompute full" in {change.what for change in smaller}
+
+
+def test_another_dispatcher_may_fit() -> None:
+    shape, mapping = model_named("deepseek-v3"), Mapping.parse("ep=64", 64, dispatcher="hierarchical", recompute="full")
+    least, most = (
+        worst(memory(shape, replace(mapping, dispatcher=one), SEQ, 64, host=8)).total
+        for one in ("all_to_all", "hierarchical")
+    )
+    tight = replace(H100, memory_bytes=(least + most) // 2 + (4 << 30))
+    found = changes_that_fit(shape, mapping, SEQ, 64, tight, host=8)
+    (one,) = [change for change in found if change.what == "dispatcher all_to_all"]
+    assert one.fit and one.mapping == replace(mapping, dispatcher="all_to_all")
 
 
 def test_what_cannot_run_is_a_configuration_error() -> None:

@@ -77,6 +77,7 @@ FILES: dict[str, dict[str, Any]] = {
         "kv_lora_rank": 512,
         "moe_intermediate_size": 2048,
         "moe_layer_freq": 1,
+        "n_group": 8,
         "n_routed_experts": 256,
         "n_shared_experts": 1,
         "num_attention_heads": 128,
@@ -87,6 +88,8 @@ FILES: dict[str, dict[str, Any]] = {
         "q_lora_rank": 1536,
         "qk_nope_head_dim": 128,
         "qk_rope_head_dim": 64,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
         "v_head_dim": 128,
         "vocab_size": 129280,
     },
@@ -266,3 +269,13 @@ def test_a_file_that_is_not_there_or_too_long_is_refused(tmp_path: Path) -> None
         model_named(str(tmp_path / "config.json"))
     with pytest.raises(ConfigError, match="longer"):
         model_named(str(written(tmp_path, " " * (2 << 20))))
+
+
+def test_groups_are_read_where_routing_is_limited_to_them(tmp_path: Path) -> None:
+    content = PLAIN | FILES["deepseek-v3"]
+    plain = model_named(str(written(tmp_path, content | {"topk_method": "greedy"})))
+    assert (plain.groups, plain.top_groups) == (1, 1), "as DeepSeek-V2-Lite, which names groups and has none"
+    with pytest.raises(ConfigError, match="groups must divide the experts"):
+        model_named(str(written(tmp_path, content | {"n_group": 7})))
+    with pytest.raises(ConfigError, match="fewer experts than top_k"):
+        model_named(str(written(tmp_path, content | {"n_group": 256, "topk_group": 7})))

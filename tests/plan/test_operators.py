@@ -10,10 +10,11 @@ import pytest
 
 from moe_comm.errors import ConfigError
 from moe_comm.plan.hardware_table import cluster_named
+from moe_comm.plan.load import Load
 from moe_comm.plan.mapping import Mapping, Place
 from moe_comm.plan.model import ModelShape
 from moe_comm.plan.model_file import model_named
-from moe_comm.plan.operators import Load, Operation, Operators, Pass
+from moe_comm.plan.operators import Operation, Operators, Pass
 
 SEQ = 4096
 
@@ -156,3 +157,19 @@ def test_ranks_that_share_cores_wait_for_the_busiest_only_if_all_of_a_core_is_no
     assert uneven > 1.3 * even
     assert seconds(2.0, 1.8) == even, "the others' cores do what it has more"
     assert seconds(2.0, 3.0) == pytest.approx(seconds(1.0, 1.5))
+
+
+def test_blocks_that_mappings_share_are_those_of_each() -> None:
+    """Layers come from blocks that are kept; blocks that are asked for are made anew."""
+    found: dict[str, set[int]] = {"attention": set(), "moe": set()}
+    for degrees in ("ep=16", "ep=16,pp=2", "ep=8", "ep=16,cp=2", "ep=4,tp=2,etp=2"):
+        for settings in ({}, {"overlap": "all"}, {"dispatcher": "all_gather"}, {"micro_batch": 2, "recompute": "full"}):
+            place = Place(Mapping.parse(degrees, 32, **settings), cluster_named("h100", 32))
+            one = Operators(model_named("deepseek-v3"), place, Load(SEQ, imbalance=1.2))
+            apart = (one.attention(), one.experts())
+            layer = one.layer("moe")
+            assert layer.forward == apart[0].forward + apart[1].forward
+            assert layer.backward == apart[1].backward + apart[0].backward
+            for name, block in zip(found, apart, strict=True):
+                found[name].add(hash(block))
+    assert len(found["attention"]) == 8 < len(found["moe"]), "where nothing moves, overlap is no difference"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moe_comm import cli
-from moe_comm.plan.operators import DROPLESS
+from moe_comm.plan.load import DROPLESS
 
 ASKED = {
     "--model": "mixtral-8x22b",
@@ -63,6 +63,12 @@ def answered(capsys: pytest.CaptureFixture[str], *arguments: str, **changed: str
         ({"mapping": "ep=16"}, "ep is more than there are experts"),
         ({"mapping": "tp=32"}, "heads cannot be dealt"),
         ({"mapping": "ep=3"}, "etp * ep = 1 * 3"),
+        (
+            {"mapping": "tp=2,ep=8", "dispatcher": "hierarchical"},
+            "the ranks that share the experts are all on one host",
+        ),
+        ({"mapping": "tp=2", "dispatcher": "all_gather"}, "every rank has all experts"),
+        ({"dispatcher": "nccl"}, "--dispatcher"),
         ({"mapping": "tp=2,ep=8", "top": "5"}, "--top is for a search"),
         ({"mapping": "tp=2,ep=8", "slow": "3"}, "a slow rank is RANK=FACTOR"),
         ({"mapping": "tp=2,ep=8", "slow": "128=2"}, "a slow rank must be one from 0 to 127; got 128"),
@@ -167,6 +173,22 @@ def test_what_a_mapping_leaves_open_is_the_fastest_that_fits(capsys: pytest.Capt
         other = answered(capsys, mapping=MAPPING["--mapping"], **changed)
         assert str(other["mapping"][next(iter(changed))]) == next(iter(changed.values()))
         assert other["step_s"] >= free["step_s"] or not other["fits"], same
+
+
+def test_the_dispatcher_is_the_fastest_unless_it_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = {"model": "deepseek-v3", "hardware": "h800", "gpus": "512", "mapping": "pp=8,ep=64", "global_batch": "512"}
+    found = {name: answered(capsys, **asked, dispatcher=name) for name in ("auto", "all_to_all", "hierarchical")}
+    assert {name: one["mapping"]["dispatcher"] for name, one in found.items()} == {
+        "auto": "hierarchical",
+        "all_to_all": "all_to_all",
+        "hierarchical": "hierarchical",
+    }
+    assert found["auto"] == found["hierarchical"]
+    assert found["auto"]["step_s"] < found["all_to_all"]["step_s"]
+    far = {name: one["bytes"]["between"]["dispatch"] for name, one in found.items()}
+    assert far["auto"] < far["all_to_all"] / 2
+    assert cli.run(words(**asked)) == 0
+    assert "dispatcher hierarchical" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_degrees_that_are_told_are_read_again(capsys: pytest.CaptureFixture[str]) -> None:
@@ -280,8 +302,8 @@ def test_on_a_narrow_terminal_reasons_stand_below_the_table() -> None:
 
     from moe_comm.cli.plan_text import search_parts
     from moe_comm.plan.hardware_table import cluster_named
+    from moe_comm.plan.load import Load
     from moe_comm.plan.model_file import model_named
-    from moe_comm.plan.operators import Load
     from moe_comm.plan.question import Question
     from moe_comm.plan.search import search
     from moe_comm.plan.space import Space
@@ -300,14 +322,20 @@ def test_a_search_finds_what_its_winner_is_predicted_to_take(
     searched: tuple[dict[str, Any], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     best = searched[0]["mapping"]
-    keys = ("micro_batch", "recompute", "sharding", "overlap", "schedule")
+    keys = ("micro_batch", "recompute", "sharding", "overlap", "schedule", "dispatcher")
     fixed = {key: str(best[key]) for key in keys if best[key] is not None}
     again = answered(capsys, mapping=best["option"], **fixed, **SMALL)
     assert again["step_s"] == pytest.approx(searched[0]["step_s"], rel=1e-12) and again["mapping"] == best
 
 
 def test_a_search_keeps_to_what_is_fixed(capsys: pytest.CaptureFixture[str]) -> None:
-    fixed = {"micro_batch": "2", "recompute": "full", "sharding": "fsdp", "overlap": "inter"}
+    fixed = {
+        "micro_batch": "2",
+        "recompute": "full",
+        "sharding": "fsdp",
+        "overlap": "inter",
+        "dispatcher": "all_gather",
+    }
     found = answered(capsys, "--coupled", top="3", **fixed, **SMALL)
     assert len(found["candidates"]) == 3
     for one in found["candidates"]:

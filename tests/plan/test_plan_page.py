@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from moe_comm.plan.hardware_table import cluster_named
+from moe_comm.plan.load import Load
 from moe_comm.plan.mapping import Mapping
 from moe_comm.plan.model_file import model_named
-from moe_comm.plan.operators import Load
 from moe_comm.plan.page import panels, write_page
 from moe_comm.plan.page_data import OPERATORS, PASSES, data_of
 from moe_comm.plan.question import Candidate, Question

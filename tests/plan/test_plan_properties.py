@@ -11,9 +11,9 @@ import pytest
 from moe_comm.plan.answer import answer
 from moe_comm.plan.given import Given
 from moe_comm.plan.hardware_table import cluster_named
+from moe_comm.plan.load import Load
 from moe_comm.plan.mapping import Overlap
 from moe_comm.plan.model import Latent, ModelShape
-from moe_comm.plan.operators import Load
 from moe_comm.plan.question import Question
 from moe_comm.plan.search import search
 from moe_comm.plan.space import Space

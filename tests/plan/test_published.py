@@ -136,6 +136,7 @@ def test_what_a_source_tells_is_kept() -> None:
         (("rows", 0, "operator", "m"), 1.0, "m must be"),
         (("rows", 0, "operator", "pattern"), "magic", "pattern must be one of"),
         (("rows", 0, "operator", "typo"), 1, "unknown key 'typo'"),
+        (("rows", 1, "step", "dispatcher"), "nccl", "dispatcher must be one of auto, all_to_all"),
         (("rows", 0, "step"), {}, "either operator or step"),
         (("rows", 1, "step", "free"), "ep", "free must be"),
         (("rows", 1, "step", "machine"), "h100", "unknown key 'machine'"),

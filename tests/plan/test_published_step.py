@@ -110,6 +110,14 @@ def test_what_is_told_is_taken_though_it_would_not_fit() -> None:
     assert isinstance(choice(replace(alone, recompute=None)), OutOfMemory)
 
 
+def test_a_system_has_one_dispatcher_unless_it_takes_the_fastest() -> None:
+    case = StepCase("qwen3-30b-a3b", 32, 4096, 128, "pp=2,ep=16", "h100", capacity=1.0)
+    found = {name: choice(replace(case, dispatcher=name)) for name in ("all_to_all", "hierarchical", "auto")}
+    taken = {name: one[0].dispatcher for name, one in found.items() if not isinstance(one, OutOfMemory)}
+    assert taken == {"all_to_all": "all_to_all", "hierarchical": "hierarchical", "auto": "hierarchical"}
+    assert predict_step(replace(case, dispatcher="auto")) < predict_step(case)  # type: ignore[operator]
+
+
 def test_what_cannot_fit_says_by_how_much() -> None:
     found = predict_step(replace(MIXTRAL, gpus=4, mapping="", global_batch=4))
     assert isinstance(found, OutOfMemory) and found.missing_bytes > 0

@@ -9,9 +9,9 @@ import pytest
 from moe_comm.errors import ConfigError
 from moe_comm.plan.bound import Bounded, Floor
 from moe_comm.plan.hardware_table import cluster_named
+from moe_comm.plan.load import Load
 from moe_comm.plan.model import ModelShape
 from moe_comm.plan.model_file import model_named
-from moe_comm.plan.operators import Load
 from moe_comm.plan.question import Candidate, Question
 from moe_comm.plan.search import changes, search
 from moe_comm.plan.space import Space
@@ -67,15 +67,42 @@ def test_the_best_are_those_of_replaying_everything(
     assert not found.nearest
 
 
+@pytest.mark.parametrize(("gpus", "host", "overlap"), [(4, 2, "none"), (4, 4, "inter"), (8, 4, "all")])
+def test_the_best_are_those_of_trying_every_dispatcher(gpus: int, host: int, overlap: str) -> None:
+    asked = question(replace(SMALL, top_k=6), gpus, 8, 1024, host=host, spare=0.02)
+    space = Space(overlap=(overlap,), sharding=("zero1",), micro_batches=(1, 2))  # type: ignore[arg-type]
+    every = everything(asked, space)
+    found = search(asked, space, keep=20)
+    best = {(one.mapping.parallel, one.mapping.virtual, one.mapping.micro_batch): one for one in found.best}
+    assert [one.step.seconds for one in found.best] == pytest.approx([one.step.seconds for one in every[:20]], rel=1e-8)
+    assert len({one.mapping.dispatcher for one in best.values()}) > 1, "no dispatcher is always the best"
+    one = search(asked, replace(space, dispatcher=("all_gather",))).best[0]
+    assert one.mapping.dispatcher == "all_gather"
+    assert one.step.seconds >= found.best[0].step.seconds * (1 - 1e-9)
+
+
+def test_a_dispatcher_that_nothing_can_run_with_is_an_error_that_names_it() -> None:
+    with pytest.raises(ConfigError, match="dispatcher hierarchical"):
+        search(question(SMALL, 4, 4, 512), Space(dispatcher=("hierarchical",)))
+
+
 @pytest.mark.parametrize(("overlap", "shared"), [("none", 1.0), ("inter", 1.0), ("all", 1.0), ("none", 3.0)])
 def test_no_step_is_faster_than_its_bounds(overlap: str, shared: float) -> None:
-    asked = question(SMALL, 8, 16, 512, host=4, shared=shared)
+    asked = question(replace(SMALL, top_k=5), 8, 16, 512, host=4, shared=shared)
     floor, space = Floor(asked), Space(overlap=(overlap,))  # type: ignore[arg-type]
     every = list(space.candidates(asked))
+    assert len({one.dispatcher for one in every}) == 3
     for mapping in every[:: len(every) // 150]:
         bounded = Bounded.of(asked, mapping)
         step = bounded.predict().seconds
-        settings = mapping.pipeline, mapping.virtual, mapping.micro_batch, mapping.recompute, overlap
+        settings = (
+            mapping.pipeline,
+            mapping.virtual,
+            mapping.micro_batch,
+            mapping.recompute,
+            overlap,
+            mapping.dispatcher,
+        )
         assert floor.of(mapping.parallel, *settings) <= bounded.bound() * (1 + 1e-8), mapping  # type: ignore[arg-type]
         assert bounded.bound() <= step, mapping
 

@@ -10,10 +10,10 @@ import pytest
 from moe_comm.errors import ConfigError
 from moe_comm.plan.fit import changes_that_fit, divisors, fits, suits
 from moe_comm.plan.hardware_table import cluster_named
+from moe_comm.plan.load import Load
 from moe_comm.plan.mapping import Mapping
 from moe_comm.plan.memory import memory
 from moe_comm.plan.model_file import model_named
-from moe_comm.plan.operators import Load
 from moe_comm.plan.question import Question
 from moe_comm.plan.space import SCHEDULES, Space
 from moe_comm.train.pipeline.schedules import check_micro_batches
@@ -96,6 +96,24 @@ def test_schedules_are_those_that_the_trainer_runs_and_can_be_fixed() -> None:
     assert few and not few & {"1f1b", "dualpipev"}
     with pytest.raises(ConfigError, match="schedule must be"):
         Space.of(schedule="1f2b")
+
+
+def test_dispatchers_are_tried_where_they_can_run_and_can_be_faster() -> None:
+    asked = question("deepseek-v3", 64, 128)
+    seen = {}
+    for p in ONE.degrees(asked):
+        found = ONE.dispatchers(asked, p)
+        assert found[0] == "all_to_all" and len(set(found)) == len(found)
+        assert found == ("all_to_all",) or p.ep > 1
+        assert "hierarchical" not in found or (p.ep * p.etp > 8 and p.etp < 8)
+        assert "all_gather" not in found or (p.ep, p.etp) != (8, 1), "as many ranks of a host as a token has experts"
+        seen[p.ep, p.etp] = found
+    assert seen[2, 1] == ("all_to_all", "all_gather") and seen[64, 1] == ("all_to_all", "hierarchical")
+    coarse = question("hunyuan-large", 16, 32)
+    assert {ONE.dispatchers(coarse, p) for p in ONE.degrees(coarse)} == {("all_to_all",)}, "one expert a token"
+    only = replace(ONE, dispatcher=("hierarchical",))
+    assert {one.dispatcher for one in only.candidates(coarse)} == {"hierarchical"}, "as it was asked for"
+    assert all(one.parallel.ep * one.parallel.etp == 16 for one in only.candidates(coarse))
 
 
 def test_divisors() -> None:

@@ -9,9 +9,9 @@ from moe_comm.errors import ConfigError
 from moe_comm.plan import blocks as blocks_module
 from moe_comm.plan import step as step_module
 from moe_comm.plan.hardware_table import cluster_named
+from moe_comm.plan.load import Load
 from moe_comm.plan.mapping import Mapping, Place
 from moe_comm.plan.model_file import model_named
-from moe_comm.plan.operators import Load
 from moe_comm.plan.replay import Plan, replay
 from moe_comm.plan.step import FULL, Step, StepModel, _period
 

@@ -11,15 +11,16 @@ import pytest
 from moe_comm.cli import run as command
 from moe_comm.errors import ConfigError
 from moe_comm.plan.hardware_table import cluster_named
-from moe_comm.plan.mapping import Mapping
+from moe_comm.plan.load import Load
+from moe_comm.plan.mapping import Dispatcher, Mapping
 from moe_comm.plan.memory import Policy
 from moe_comm.plan.model import ModelShape
 from moe_comm.plan.model_file import model_named
-from moe_comm.plan.operators import Load
 from moe_comm.plan.question import Question
 from moe_comm.plan.search import search
 from moe_comm.plan.space import Space
 from moe_comm.plan.to_config import differences, train_config
+from moe_comm.train.build import _dispatch_options
 from moe_comm.train.config import TrainConfig, load
 from moe_comm.train.dry_run import examine
 
@@ -35,10 +36,11 @@ def written(asked: Question, mapping: Mapping, folder: Path) -> TrainConfig:
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv"])
 def test_the_best_of_a_search_trains(schedule: str, tmp_path: Path) -> None:
     asked = Question(TINY, cluster_named("h100", 4, 2), Load(32, "fp32"), 8)
-    space = Space.of(sharding="zero1", recompute="selective", micro_batch=1, virtual=2, schedule=schedule)
+    few = {"sharding": "zero1", "recompute": "selective", "micro_batch": 1, "virtual": 2, "dispatcher": "all_gather"}
+    space = Space.of(**few, schedule=schedule)
     best = next(one for one in search(asked, space).best if one.mapping.parallel.pp == 2)
     config = written(asked, best.mapping, tmp_path)
-    assert config.parallel.mapping(4) == best.mapping.parallel
+    assert config.parallel.mapping(4) == best.mapping.parallel and config.parallel.backend == "all_gather"
     assert (config.parallel.schedule, config.parallel.virtual) == (schedule, 2)
     text = tmp_path / "text.txt"
     text.write_text("a quick brown fox jumps over the lazy dog, again and again\n" * 300)
@@ -101,6 +103,36 @@ def test_overlap_is_written_as_far_as_training_has_it(tmp_path: Path) -> None:
     written(asked, piped, tmp_path)
     (told,) = differences(asked, asked.candidate(piped))
     assert f"# Otherwise than planned: {told}." in (tmp_path / "planned.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "top_k", "backend", "deterministic"),
+    [
+        ("all_to_all", 5, "auto", True),
+        ("all_gather", 2, "all_gather", True),
+        ("all_gather", 5, "all_gather", False),
+        ("hierarchical", 2, "hierarchical", False),
+    ],
+)
+def test_the_dispatcher_is_written_and_whether_it_sends_sums(
+    dispatcher: Dispatcher, top_k: int, backend: str, deterministic: bool, tmp_path: Path
+) -> None:
+    host = 2 if dispatcher == "hierarchical" else 4
+    asked = Question(replace(TINY, top_k=top_k), cluster_named("h100", 4, host), Load(64), 8)
+    mapping = Mapping.parse(f"ep={4 // host * 2}", 4, dispatcher=dispatcher)
+    config = written(asked, mapping, tmp_path)
+    assert (config.parallel.backend, config.parallel.deterministic) == (backend, deterministic)
+    options = _dispatch_options(config)
+    assert options.deterministic == deterministic
+    overlapped = replace(mapping, overlap="all")
+    told = differences(asked, asked.candidate(overlapped))
+    assert len(told) == {"all_to_all": 0, "all_gather": 1, "hierarchical": 2}[dispatcher]
+
+
+def test_groups_of_experts_are_written(tmp_path: Path) -> None:
+    asked = Question(replace(TINY, groups=4, top_groups=2), cluster_named("h100", 4), Load(64), 8)
+    config = written(asked, Mapping.parse("ep=4", 4), tmp_path)
+    assert (config.model.expert_groups, config.model.top_groups) == (4, 2)
 
 
 def test_what_other_trainers_do_with_memory_is_told() -> None:
