@@ -94,7 +94,7 @@ class PlanBench:
     batch: int = 8
     link_gbit: float = 1.0
     warmup: int = 1
-    steps: int = 5
+    steps: int = 9
     seed: int = 0
     cases: tuple[Case, ...] = CASES
 

@@ -3,7 +3,7 @@
 With b tokens of a rank, k experts a token, n ranks on H hosts that share the experts, in rows that a rank sends:
 
     all_to_all     each row to its expert's rank         k b (n - 1) / n, and as many back
-    all_gather     each token to every rank              b (n - 1); back as all_to_all, or a sum in fp32 for each token,
+    all_gather     each token to every rank, also of     b (n - 1); back as all_to_all, or a sum in fp32 for each token,
                                                          scattered by rank, where that is fewer bytes
     hierarchical   a copy of a token to each other host  H' b between hosts, k b (L - 1) / L inside them with L ranks
                    that has experts of it; from there    each; and as many back, for a host's rows of a token are
@@ -19,26 +19,29 @@ Sums are what ``DispatchOptions(deterministic=False)`` allows.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from moe_comm.plan import fused
 from moe_comm.plan.collectives import Moved, Part, Span, exchange
 from moe_comm.plan.hardware import Cluster
-from moe_comm.plan.mapping import Dispatcher
+from moe_comm.plan.mapping import Dispatcher, Place
 from moe_comm.plan.model import ModelShape
 from moe_comm.plan.routing import hosts_reached
 
 SUM_BYTES = 4
 """Of an element of all_gather's sums."""
-MANY = 1 << 20
-"""Tokens with which a transfer takes what its bytes take."""
+MANY = 1 << 32
+"""Tokens with which a transfer takes what its bytes take, and not what its steps' latencies do."""
+LESS = 0.999
+"""Of all_to_all's seconds: nobody tries a dispatcher that sends as many bytes in fewer steps."""
 
 
 @dataclass(frozen=True)
 class Rows:
     """What a rank has to dispatch of a micro-batch. tokens: its own. even: their rows, if none is dropped. kept: share
-    of them that is not. uneven: rows of the busiest rank's experts, over even. size: bytes of an element."""
+    of them that is not. uneven: rows of the busiest rank's experts, over even. size: bytes of an element. parts: of an
+    expert, on as many ranks, each of which takes part; a row goes to all parts."""
 
     tokens: float
     even: float
@@ -46,10 +49,15 @@ class Rows:
     uneven: float
     hidden: int
     size: int
+    parts: int = 1
 
     @property
     def row_bytes(self) -> int:
         return self.hidden * self.size
+
+    def for_parts(self, parts: int) -> Rows:
+        """The same where each expert is in so many parts."""
+        return replace(self, even=self.even * parts, parts=parts)
 
     @property
     def token_bytes(self) -> float:
@@ -111,23 +119,40 @@ def dispatching(
 
 
 def sends_sums(dispatcher: Dispatcher, shape: ModelShape, ranks: int, size: int) -> bool:
-    """Whether sums come back, and not each row. ranks: that share the experts. size: bytes of an element of rows."""
+    """Whether sums come back, and not each row. ranks: "ep", that share the experts. size: bytes of an element."""
     fewer = SUM_BYTES * ranks < shape.chosen * size
     return dispatcher == "hierarchical" or (dispatcher == "all_gather" and fewer)
 
 
-@lru_cache(maxsize=1 << 14)
-def pays(
-    dispatcher: Dispatcher, shape: ModelShape, cluster: Cluster, span: Span, kept: float, uneven: float, size: int
-) -> bool:
+def pays(dispatcher: Dispatcher, shape: ModelShape, place: Place, kept: float, uneven: float, size: int) -> bool:
     """Whether a dispatcher's transfers take less than ``all_to_all``'s where rows are many."""
-    rows = Rows(MANY, MANY * shape.chosen, kept, uneven, shape.hidden, size)
+    p = place.mapping.parallel
+    spans = (place.spans["ep"], place.spans["etp"], place.spans["experts"])
+    return dispatcher == "all_to_all" or _pays(dispatcher, shape, place.cluster, spans, (kept, uneven, p.etp, size))
+
+
+@lru_cache(maxsize=1 << 14)
+def _pays(
+    dispatcher: Dispatcher,
+    shape: ModelShape,
+    cluster: Cluster,
+    spans: tuple[Span, Span, Span],
+    rows: tuple[float, float, int, int],
+) -> bool:
+    kept, uneven, etp, size = rows
+    ep, parts, both = spans
 
     def seconds(one: Dispatcher) -> float:
-        found = dispatching(one, shape, cluster, span, rows, overlapped=True)
-        return found.out.moved.seconds + found.back.moved.seconds
+        whole = one == "all_gather"
+        found = Rows(MANY, MANY * shape.chosen, kept, uneven, shape.hidden, size).for_parts(etp if whole else 1)
+        moves = dispatching(one, shape, cluster, both if whole else ep, found, overlapped=True)
+        taken = moves.out.moved.seconds + moves.back.moved.seconds
+        if whole or etp == 1:
+            return taken
+        full = etp * found.busiest_bytes
+        return taken + cluster.all_gather_s(full, parts) + cluster.reduce_scatter_s(full, parts)
 
-    return dispatcher == "all_to_all" or seconds(dispatcher) < seconds("all_to_all")
+    return seconds(dispatcher) < LESS * seconds("all_to_all")
 
 
 def copies(shape: ModelShape, hosts: int, kept: float) -> float:
@@ -139,7 +164,7 @@ def _all_gather(shape: ModelShape, cluster: Cluster, span: Span, rows: Rows) -> 
     every = span.ranks * rows.token_bytes
     out = Transfer(cluster.all_gather(every, span), "gather", every)
     picked = 2 * rows.busiest_bytes
-    if not sends_sums("all_gather", shape, span.ranks, rows.size):
+    if not sends_sums("all_gather", shape, span.ranks // rows.parts, rows.size):
         num_bytes = rows.busiest_bytes
         back = Transfer(cluster.all_to_all(num_bytes, span), "exchange", num_bytes)
         home = rows.token_bytes + rows.sent_bytes

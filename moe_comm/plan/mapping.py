@@ -141,12 +141,13 @@ class Place:
     cluster: Cluster
 
     def __post_init__(self) -> None:
-        if self.mapping.parallel.world != self.cluster.gpus:
-            raise ConfigError(
-                f"a mapping for {self.mapping.parallel.world} ranks on a cluster of {self.cluster.gpus} accelerators"
-            )
+        p = self.mapping.parallel
+        if p.world != self.cluster.gpus:
+            raise ConfigError(f"a mapping for {p.world} ranks on a cluster of {self.cluster.gpus} accelerators")
         if self.mapping.dispatcher != "all_to_all" and (
-            why := lacks(self.mapping.dispatcher, ep_span(self.cluster, self.mapping.parallel))
+            why := lacks(
+                self.mapping.dispatcher, dispatch_span(self.mapping.dispatcher, self.cluster, self.mapping.parallel)
+            )
         ):
             raise ConfigError(f"dispatcher {self.mapping.dispatcher} has nothing to do for {self.mapping}: {why}")
 
@@ -157,16 +158,17 @@ class Place:
         return _spans(self.cluster, self.mapping.parallel)
 
 
-def ep_span(cluster: Cluster, parallel: ParallelConfig) -> Span:
-    """Where ranks that share experts stand."""
-    return _span(cluster, parallel.ep, parallel.etp)
+def dispatch_span(dispatcher: Dispatcher, cluster: Cluster, parallel: ParallelConfig) -> Span:
+    """Ranks among which a dispatcher works: those of "ep", whose rows "etp" ranks gather afterwards; of all_gather both
+    at once, for a token that has come is there for all parts of its experts."""
+    return _spans(cluster, parallel)["experts" if dispatcher == "all_gather" else "ep"]
 
 
 def lacks(dispatcher: Dispatcher, span: Span) -> str | None:
     """What ranks that share experts lack for a dispatcher, in words; None: nothing.
 
     Args:
-        span: of an "ep" group.
+        span: of those that it dispatches among (``dispatch_span``).
     """
     if dispatcher != "all_to_all" and span.ranks == 1:
         return "every rank has all experts"
@@ -184,6 +186,7 @@ def _spans(cluster: Cluster, p: ParallelConfig) -> dict[str, Span]:
     strides = {"tp": 1, "cp": p.tp, "dp": p.tp * p.cp, "etp": 1, "ep": p.etp, "edp": p.etp * p.ep}
     found = {axis: _span(cluster, p.sizes[axis], stride) for axis, stride in strides.items()}
     found["dp_cp"] = _span(cluster, p.cp * p.dp, p.tp)
+    found["experts"] = _span(cluster, p.ep * p.etp, 1)
     found["pp"] = _span(cluster, min(2, p.pp), p.stage)
     return found
 

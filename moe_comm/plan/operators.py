@@ -26,7 +26,7 @@ from moe_comm.plan.dispatching import Rows, Transfer, dispatching
 from moe_comm.plan.fused import Product
 from moe_comm.plan.hardware import BYTES, Cluster
 from moe_comm.plan.load import Load
-from moe_comm.plan.mapping import Place
+from moe_comm.plan.mapping import Place, dispatch_span
 from moe_comm.plan.model import LayerKind, ModelShape
 from moe_comm.plan.model_block import Block, Weight
 
@@ -152,9 +152,12 @@ class Operators:
         block = shape.moe_block
         # Ranks that all have a part of every expert have the same to do, whatever the routing.
         even, kept = self.tokens * shape.chosen, min(1.0, self.load.capacity or 1.0)
-        moved = Rows(self.tokens, even, kept, self._busiest, shape.hidden, self._size)
         way, over = self.place.mapping.dispatcher, self.place.mapping.overlap == "all"
-        moves = dispatching(way, shape, self.place.cluster, self._spans["ep"], moved, overlapped=over)
+        span = dispatch_span(way, self.place.cluster, p)
+        # A token that has come by all_gather is there for all parts of its experts.
+        apart = p.etp > 1 and way != "all_gather"
+        moved = Rows(self.tokens, even, kept, self._busiest, shape.hidden, self._size).for_parts(1 if apart else p.etp)
+        moves = dispatching(way, shape, self.place.cluster, span, moved, overlapped=over)
         rows = even * self._busiest * p.etp
         local = shape.experts / p.ep
         found = [self._norm()]
@@ -169,12 +172,12 @@ class Operators:
         first = self._one(each[0], up.n / p.etp, up.k, each[1])
         last = self._one(each[0], down.n, down.k / p.etp, each[1])
         # Only the transfer next to the experts' products is fused with them.
-        far = p.etp > 1
-        found.append(self._expert_transfer("dispatch", moves.out, moves.back, None if far else first))
-        found.append(self._gather("expert gather", "etp", rows, product=first))
+        found.append(self._expert_transfer("dispatch", span, moves.out, moves.back, None if apart else first))
+        if apart:
+            found.append(self._gather("expert gather", "etp", rows, product=first))
         sort = 2 * rows * self.row_bytes if local > 1 and p.ep * p.etp > 1 else 0.0
         arrive, depart = (
-            more + (sort if by_expert or far else 0.0)
+            more + (sort if by_expert or apart else 0.0)
             for more, by_expert in ((moves.arrive, moves.sorted_out), (moves.depart, moves.sorted_back))
         )
         found.append(self._memory("sort", arrive, depart))
@@ -182,8 +185,9 @@ class Operators:
         found.append(self._activation("experts", rows, up.n / p.etp, down.k / p.etp))
         found.append(self._product("experts", down, each[0], (down.k / p.etp, down.n), each[1]))
         found.append(self._memory("sort", depart, arrive))
-        found.append(self._scatter("expert scatter", "etp", rows, product=last))
-        found.append(self._expert_transfer("combine", moves.back, moves.out, None if far else last))
+        if apart:
+            found.append(self._scatter("expert scatter", "etp", rows, product=last))
+        found.append(self._expert_transfer("combine", span, moves.back, moves.out, None if apart else last))
         found.append(self._memory("unpermute", moves.home, moves.leave))
         if block.products("shared"):
             found += self._cut_block("shared", block)
@@ -319,9 +323,8 @@ class Operators:
         one = _transfer(name, self.place.cluster.all_to_all(num_bytes, span), inside)
         return Pass((one,), (one,))
 
-    def _expert_transfer(self, name: str, there: Transfer, back: Transfer, product: Product | None) -> Pass:
+    def _expert_transfer(self, name: str, span: Span, there: Transfer, back: Transfer, product: Product | None) -> Pass:
         """Forward one way, backward the other. product: that it can be fused with."""
-        span = self._spans["ep"]
         if span.ranks == 1:
             return Pass((), ())
 

@@ -27,7 +27,7 @@ from typing import Any, get_args
 from moe_comm.errors import ConfigError
 from moe_comm.plan.dispatching import pays
 from moe_comm.plan.fit import divisors, suits
-from moe_comm.plan.mapping import Dispatcher, Mapping, Overlap, Recompute, Sharding, ep_span, lacks
+from moe_comm.plan.mapping import Dispatcher, Mapping, Overlap, Place, Recompute, Sharding, dispatch_span, lacks
 from moe_comm.plan.question import Question
 from moe_comm.topology import ParallelConfig
 from moe_comm.train.pipeline.schedules import check_micro_batches, find_schedule
@@ -111,12 +111,12 @@ class Space:
     def dispatchers(self, question: Question, parallel: ParallelConfig) -> tuple[Dispatcher, ...]:
         """Those that can run with these degrees; of several, those that can be faster than ``all_to_all``."""
         shape, load, cluster = question.shape, question.load, question.cluster
-        span = ep_span(cluster, parallel)
-        found = tuple(one for one in self.dispatcher if lacks(one, span) is None)
+        found = tuple(one for one in self.dispatcher if lacks(one, dispatch_span(one, cluster, parallel)) is None)
         if len(found) < 2:
             return found
         rows = (min(1.0, load.capacity or 1.0), load.busiest(parallel.ep), load.size)
-        return tuple(one for one in found if pays(one, shape, cluster, span, *rows))
+        place = Place(Mapping(parallel), cluster)
+        return tuple(one for one in found if pays(one, shape, place, *rows))
 
     def degrees(self, question: Question, refused: Counter[str] | None = None) -> Iterator[ParallelConfig]:
         """Degrees with which the model, the batch and the cluster's hosts can be cut.

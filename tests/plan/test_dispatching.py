@@ -112,8 +112,27 @@ def test_over_pods_copies_take_the_links_there_are() -> None:
 @pytest.mark.parametrize("top_k", [1, 2, 4, 7, 8, 9, 16, 20])
 def test_all_gather_pays_on_one_host_where_experts_are_more_than_ranks(top_k: int) -> None:
     """MegaScale-MoE (2505.11432), section 3.2: rows to everybody are fewer from top-k = ranks on."""
-    one, cluster = shape(64, top_k), cluster_named("h100", 8)
-    assert pays("all_gather", one, cluster, cluster.span(range(8)), 1.0, 1.0, 2) == (top_k > 8)
+    one, place = shape(64, top_k), Place(Mapping.parse("ep=8", 8), cluster_named("h100", 8))
+    assert pays("all_gather", one, place, 1.0, 1.0, 2) == (top_k > 8)
+
+
+def test_a_token_that_all_gather_has_brought_is_there_for_all_parts_of_its_experts() -> None:
+    """MegaScale-MoE (2505.11432), section 3: with tensor-parallel experts 2 b s h (n - 1) / n; not as often as a token
+    has experts."""
+    one, cluster = model_named("mixtral-8x7b"), cluster_named("h100", 8)
+    for degrees, n in (("etp=8", 8), ("etp=2", 2), ("ep=4,etp=2", 8)):
+        place = Place(Mapping.parse(degrees, 8, dispatcher="all_gather"), cluster)
+        found = Operators(one, place, Load(4096)).experts()
+        moves = {each.name: each.bytes for each in found.forward if each.kind == "transfer"}
+        assert set(moves) == {"dispatch", "combine"}
+        token = 4096 * one.hidden * 2
+        assert moves["dispatch"] == pytest.approx(token * (n - 1))
+        etp = place.mapping.parallel.etp
+        rows = one.top_k * etp * token * (n - 1) / n
+        assert moves["combine"] == pytest.approx(min(rows, 2 * token * (n - 1))), "rows, or sums in fp32"
+    tensor = Place(Mapping.parse("etp=8", 8), cluster)
+    assert pays("all_gather", one, tensor, 1.0, 1.0, 2), "two experts a token"
+    assert not pays("all_gather", shape(64, 1), tensor, 1.0, 1.0, 4)
 
 
 @pytest.mark.parametrize(("top_k", "ranks", "size"), [(8, 2, 2), (8, 4, 2), (9, 4, 2), (8, 4, 4), (2, 2, 4), (3, 2, 4)])
@@ -129,10 +148,10 @@ def test_sums_come_back_where_they_are_fewer_bytes(top_k: int, ranks: int, size:
 
 def test_two_levels_pay_where_rows_would_cross_more_than_once() -> None:
     cluster = cluster_named("h800", 64)
-    span = cluster.span(range(64))
+    place = Place(Mapping.parse("ep=64", 64), cluster)
 
     def wins(one: ModelShape) -> bool:
-        return pays("hierarchical", one, cluster, span, 1.0, 1.0, 2)
+        return pays("hierarchical", one, place, 1.0, 1.0, 2)
 
     assert wins(model_named("deepseek-v3")) and wins(shape(256, 8)) and not wins(shape(256, 1))
     by_limit = [costs("hierarchical", shape(256, 8, 8, top), cluster).out.moved for top in (2, 4, 8)]
