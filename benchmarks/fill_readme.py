@@ -1,11 +1,12 @@
 """Write the measured tables of README.md and the docs from a folder of results, so that no number is typed by hand.
 
-    python benchmarks/fill_readme.py benchmarks/results/cpu-amd-epyc-avx2
+    python benchmarks/fill_readme.py benchmarks/results/cpu-amd-epyc-avx2 [BLOCK ...]
 
-The folder holds dispatch-2-ranks.json, dispatch-4-ranks.json, small.json, layer-comm.json, layer-compute.json,
-train-comm.json, train-compute.json, overlap.json, overlap-layer.json, overlap-rows.json
-and hierarchical.json, as ``moe-comm bench`` writes them, parity.json, as ``moe-comm parity`` does, and
-tune-2-ranks.json and tune-2-hosts.json, as ``moe-comm tune`` does; and plan.json of ``moe-comm bench plan``.
+Blocks: those of ``BLOCKS`` that are made, all if none is named. The folder holds what they are made of:
+dispatch-2-ranks.json, dispatch-4-ranks.json, small.json, layer-comm.json, layer-compute.json, train-comm.json,
+train-compute.json, overlap.json, overlap-layer.json, overlap-rows.json and hierarchical.json, as ``moe-comm bench``
+writes them, parity.json, as ``moe-comm parity`` does, tune-2-ranks.json and tune-2-hosts.json, as ``moe-comm tune``
+does, and plan.json of ``moe-comm bench plan``.
 """
 
 from __future__ import annotations
@@ -288,8 +289,9 @@ BLOCKS = {
 
 def main() -> None:
     """Replace what stands between the marks."""
-    folder = Path(sys.argv[1])
-    for name, (page, block) in BLOCKS.items():
+    folder, wanted = Path(sys.argv[1]), sys.argv[2:] or list(BLOCKS)
+    for name in wanted:
+        page, block = BLOCKS[name]
         fill(ROOT / page, name, block(folder))
 
 

@@ -34,6 +34,7 @@ class PlanDtype(StrEnum):
 
 class Overlap(StrEnum):
     none = "none"
+    outer = "outer"
     inter = "inter"
     all = "all"
 
