@@ -74,7 +74,7 @@ def _host(ranks: int, tell: Callable[[str], None]) -> Cluster:
     tell(f"products, memory and passes of {ranks} rank(s)")
     found: list[Found] = launch(measure, (("products", "passes"),), ranks)
     share = max(1.0, ranks / found[0].cores)
-    cluster = Cluster(accelerator_of(found, share), ranks, ranks, LOOPBACK, LOOPBACK)
+    cluster = Cluster(accelerator_of(found, share), ranks, ranks, LOOPBACK, LOOPBACK, direct=True)
     if ranks > 1:
         tell(f"transfers of {ranks} ranks")
         moved: list[Found] = launch(measure, (("moves",),), ranks)

@@ -168,7 +168,8 @@ class Cluster:
 
     inside: links of a host. between: of hosts. pods: where links between hosts are of several kinds (Holmes, arXiv
     2312.03549): hosts of one pod talk over its link, hosts of different pods over ``across``, which is ``between``
-    unless it is given. start_s: before a collective moves anything: its kernel's launch and finding its peers.
+    unless it is given. start_s: before a collective moves anything: its kernel's launch and finding its peers. direct:
+    ranks of a host put rows into each other's memory, and what an all-to-all takes is what that does.
     """
 
     accelerator: Accelerator
@@ -179,6 +180,7 @@ class Cluster:
     pods: tuple[Pod, ...] = ()
     across: Link | None = None
     start_s: float = 8.4e-6  # NCCL's base of a ring, src/graph/tuning.cc
+    direct: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("gpus", self.gpus), ("host_size", self.host_size)):

@@ -39,6 +39,7 @@ _MADE_OF: dict[tuple[type, str], type] = {
 _LISTS = {(Cluster, "pods"), (Accelerator, "tiles")}
 _RATES = {(Accelerator, "flops"), (Accelerator, "efficiency")}
 _TEXTS = {(Accelerator, "name"), (Link, "name")}
+_FLAGS = {(Cluster, "direct")}
 
 
 def to_json(cluster: Cluster) -> dict[str, Any]:
@@ -118,10 +119,14 @@ def _made(kind: type[T], data: Any, where: str) -> T:
 
 
 def _plain(kind: type, name: str, value: Any, place: str) -> Any:
-    """A number, a text, or numbers by dtype, of the type that the field must have."""
+    """A number, a text, a truth value, or numbers by dtype: what the field must have."""
     if (kind, name) in _TEXTS:
         if not isinstance(value, str) or not value or not value.isprintable():
             raise ConfigError(f"{place}: expected a text of one line, got {value!r}")
+        return value
+    if (kind, name) in _FLAGS:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{place}: expected true or false, got {value!r}")
         return value
     if (kind, name) in _RATES:
         if not isinstance(value, dict):

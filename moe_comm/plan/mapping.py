@@ -144,11 +144,7 @@ class Place:
         p = self.mapping.parallel
         if p.world != self.cluster.gpus:
             raise ConfigError(f"a mapping for {p.world} ranks on a cluster of {self.cluster.gpus} accelerators")
-        if self.mapping.dispatcher != "all_to_all" and (
-            why := lacks(
-                self.mapping.dispatcher, dispatch_span(self.mapping.dispatcher, self.cluster, self.mapping.parallel)
-            )
-        ):
+        if why := lacks(self.mapping.dispatcher, self.cluster, self.mapping.parallel):
             raise ConfigError(f"dispatcher {self.mapping.dispatcher} has nothing to do for {self.mapping}: {why}")
 
     @cached_property
@@ -164,19 +160,20 @@ def dispatch_span(dispatcher: Dispatcher, cluster: Cluster, parallel: ParallelCo
     return _spans(cluster, parallel)["experts" if dispatcher == "all_gather" else "ep"]
 
 
-def lacks(dispatcher: Dispatcher, span: Span) -> str | None:
-    """What ranks that share experts lack for a dispatcher, in words; None: nothing.
-
-    Args:
-        span: of those that it dispatches among (``dispatch_span``).
-    """
-    if dispatcher != "all_to_all" and span.ranks == 1:
+def lacks(dispatcher: Dispatcher, cluster: Cluster, parallel: ParallelConfig) -> str | None:
+    """What ranks that share experts lack for a dispatcher, in words; None: nothing."""
+    if dispatcher == "all_to_all":
+        return None
+    span = dispatch_span(dispatcher, cluster, parallel)
+    if span.ranks == 1:
         return "every rank has all experts"
     if dispatcher == "hierarchical":
         if span.hosts == 1:
             return "the ranks that share the experts are all on one host"
         if span.fewest != span.most or span.most < 2:
             return "hosts must have equal numbers of the ranks that share the experts, at least 2"
+    elif cluster.direct and span.hosts == 1:
+        return "ranks of a host put rows into each other's memory, which is what all_to_all is priced as"
     return None
 
 

@@ -27,7 +27,7 @@ from typing import Any, get_args
 from moe_comm.errors import ConfigError
 from moe_comm.plan.dispatching import pays
 from moe_comm.plan.fit import divisors, suits
-from moe_comm.plan.mapping import Dispatcher, Mapping, Overlap, Place, Recompute, Sharding, dispatch_span, lacks
+from moe_comm.plan.mapping import Dispatcher, Mapping, Overlap, Place, Recompute, Sharding, lacks
 from moe_comm.plan.question import Question
 from moe_comm.topology import ParallelConfig
 from moe_comm.train.pipeline.schedules import check_micro_batches, find_schedule
@@ -111,7 +111,7 @@ class Space:
     def dispatchers(self, question: Question, parallel: ParallelConfig) -> tuple[Dispatcher, ...]:
         """Those that can run with these degrees; of several, those that can be faster than ``all_to_all``."""
         shape, load, cluster = question.shape, question.load, question.cluster
-        found = tuple(one for one in self.dispatcher if lacks(one, dispatch_span(one, cluster, parallel)) is None)
+        found = tuple(one for one in self.dispatcher if lacks(one, cluster, parallel) is None)
         if len(found) < 2:
             return found
         rows = (min(1.0, load.capacity or 1.0), load.busiest(parallel.ep), load.size)

@@ -19,7 +19,7 @@ from moe_comm.plan.mapping import Dispatcher, Mapping, Place, lacks
 from moe_comm.plan.model import ModelShape
 from moe_comm.plan.model_file import model_named
 from moe_comm.plan.operators import Operators
-from moe_comm.topology import ExpertPlacement
+from moe_comm.topology import ExpertPlacement, ParallelConfig
 
 HIDDEN, TOKENS = 16, 4000
 ALL: tuple[Dispatcher, ...] = ("all_to_all", "all_gather", "hierarchical")
@@ -219,6 +219,8 @@ def test_a_dispatcher_that_cannot_run_is_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=f"dispatcher {dispatcher} .*{why}"):
             Place(Mapping.parse(text, 32, dispatcher=dispatcher), cluster)
-    odd = cluster_named("h100", 24, 8)
-    assert lacks("hierarchical", odd.span(range(12))) and not lacks("hierarchical", odd.span(range(16)))
-    assert all(lacks(one, odd.span(range(16))) is None for one in ALL)
+    assert lacks("hierarchical", cluster_named("h100", 24, 8), ParallelConfig(dp=24, ep=12))
+    assert all(lacks(one, cluster, ParallelConfig(dp=32, ep=16)) is None for one in ALL)
+    direct = replace(cluster, direct=True)
+    assert "each other's memory" in str(lacks("all_gather", direct, ParallelConfig(dp=32, ep=8)))
+    assert lacks("all_gather", direct, ParallelConfig(dp=32, ep=16)) is None, "over hosts rows go through a network"

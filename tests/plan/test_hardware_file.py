@@ -30,6 +30,7 @@ MEASURED = Cluster(
     host_size=2,
     inside=Link("shared memory", 9.5e9, 2e-5, 0.95),
     between=Link("shaped", 0.125e9, 1e-4, 1.0),
+    direct=True,
 )
 HOLMES = replace(
     MEASURED,
@@ -108,6 +109,7 @@ def changed(place: str, value: Any) -> Any:
         ("cluster.gpus", ..., "cluster: 'gpus' is missing"),
         ("cluster.gpus", 0, "gpus must be a whole number from 1, got 0"),
         ("cluster.gpus", True, "expected a number, got True"),
+        ("cluster.direct", 1, "expected true or false, got 1"),
         ("cluster.gpus", 6, r"pods of \[1, 1\] hosts do not add up to the cluster's 3"),
         ("cluster.pods", [], "needs at least two pods"),
         ("cluster.pods", 3, "cluster.pods: expected a list"),
