@@ -93,7 +93,9 @@ def plan(
         bool | None,
         _option("Experts spread apart from attention, or inside dp.", flags="--folded/--coupled", by="both"),
     ] = None,
-    overlap: Annotated[Overlap | None, _option("Transfers beside operators; and inside them.", by="none")] = None,
+    overlap: Annotated[
+        Overlap | None, _option("Gradients beside passes; transfers, too; and inside.", by="none")
+    ] = None,
     capacity_factor: Annotated[
         float | None,
         _option("Slots of an expert over its mean load; what is more is dropped.", by="nothing is dropped"),
@@ -162,7 +164,7 @@ def plan(
         question = load("moe_comm.plan.question", "train").Question(
             load("moe_comm.plan.model_file", "train").model_named(model),
             _cluster(hardware, hardware_file, gpus, host_size),
-            load("moe_comm.plan.operators", "train").Load.assumed(seq_len, dtype.value, capacity_factor, imbalance),
+            load("moe_comm.plan.load", "train").Load.assumed(seq_len, dtype.value, capacity_factor, imbalance),
             global_batch,
         )
         open_: dict[str, Any] = {"micro_batch": micro_batch, "recompute": recompute, "sharding": sharding}

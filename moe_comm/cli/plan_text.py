@@ -149,7 +149,7 @@ def _lines(question: Question, one: Candidate) -> Iterator[RenderableType]:
         f"attention tp {p.tp}, cp {p.cp}, dp {p.dp}; experts etp {p.etp}, ep {p.ep}, edp {p.edp}; pipeline pp {p.pp}, "
         f"vpp {mapping.virtual}{schedule}; {mapping.micro_batches(question.global_batch)} micro-batches of "
         f"{mapping.micro_batch}; {mapping.sharding}, recompute {mapping.recompute}, overlap {mapping.overlap}"
-        + (f", dispatcher {mapping.dispatcher}" if p.ep > 1 else ""),
+        + (f", dispatcher {mapping.dispatcher}" if p.ep * p.etp > 1 else ""),
     )
     lines.add_row(
         "step",

@@ -98,7 +98,7 @@ def _again(layer: Pass, mapping: Mapping) -> Pass:
     found = hide(whole, len(again), mapping.overlap)
     if not splits(mapping):
         return _whole(found)
-    first, second = halves(whole.backward, len(again), mapping.overlap in ("inter", "all"))
+    first, second = halves(whole.backward, len(again), mapping.fuses)
     return replace(found, input=hide(Pass((), first), len(again), mapping.overlap).backward, weight=second)
 
 

@@ -88,7 +88,7 @@ def within_steps(cluster: Cluster, steps: Sequence[Stepped]) -> Cluster:
         return [math.log(step_seconds(made(share, more), one) / one.seconds) for one in steps]
 
     # Squares: absolute values make ridges of two numbers that both lengthen all, on which the search stands still.
-    return made(*nearest(errors, (1.0, max(cluster.start_s, LEAST_S)), power=2))
+    return made(*nearest(errors, (1.0, max(cluster.start_s, LEAST_S) if cluster.gpus > 1 else LEAST_S), power=2))
 
 
 def measure_steps() -> list[Stepped]:

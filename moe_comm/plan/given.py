@@ -11,6 +11,7 @@ from itertools import product
 
 from moe_comm.errors import ConfigError
 from moe_comm.plan.fit import suits
+from moe_comm.plan.halves import splits
 from moe_comm.plan.mapping import MICRO_BATCHES, RECOMPUTE, Dispatcher, Mapping, Overlap, Recompute, Sharding
 from moe_comm.plan.question import Candidate, Question
 from moe_comm.plan.space import Space
@@ -66,7 +67,8 @@ class Given:
                 if fit:
                     one = Candidate(mapping, model.predict(), fit)
                     best = one if best is None or one.step.seconds < best.step.seconds else best
-                    break  # computing more of it again only takes longer
+                    if not splits(mapping):
+                        break  # computing more of it again only takes longer
         if best is not None:
             return best
         if nearest is None:

@@ -27,8 +27,13 @@ _TWICE = ("experts down", "experts act")
 
 def splits(mapping: Mapping) -> bool:
     """Whether backward passes are run in halves: some, or all of them."""
-    piped = mapping.parallel.pp > 1 and find_schedule(mapping.schedule).splits_backward
-    return piped and mapping.recompute != "full"
+    return mapping.recompute != "full" and can_split(mapping.parallel.pp, mapping.schedule)
+
+
+def can_split(pp: int, schedule: str | None) -> bool:
+    """Whether they are unless all is computed again. Then to compute more again may be faster: whole passes are less
+    work than halves."""
+    return pp > 1 and schedule is not None and find_schedule(schedule).splits_backward
 
 
 def halves(

@@ -97,6 +97,11 @@ class Mapping:
         return self.parallel.pp * self.virtual
 
     @property
+    def fuses(self) -> bool:
+        """Whether transfers go on beside a layer's operators, for which its experts are several functions."""
+        return self.overlap in ("inter", "all")
+
+    @property
     def waits_for_stages(self) -> bool:
         """Whether nothing is computed while a stage's neighbour sends to it."""
         return self.overlap == "none" or (self.overlap == "outer" and self.virtual == 1)

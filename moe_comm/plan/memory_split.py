@@ -81,7 +81,7 @@ def _of(shape: ModelShape, mapping: Mapping, load: Load, weight: Weight, size: i
     """Bytes per token of the gradient of one operator's result."""
     p = mapping.parallel
     if weight.operator == "experts":
-        if not weight.product or (weight.name != "down" and mapping.overlap == "none"):
+        if not weight.product or (weight.name != "down" and not mapping.fuses):
             return 0.0  # a function of its own, in front of which the gradient of its result stands
         rows = shape.chosen * load.busiest(p.ep) * p.etp
         return rows * size * (weight.n if weight.name == "down" else weight.n / p.etp)

@@ -25,8 +25,8 @@ MODELS = WITH_EXPERTS | DENSE
 """Every model that is known by name."""
 FILE_BYTES = 1 << 20
 """A description of a model is never longer."""
-MOST, MOST_LAYERS, MOST_PARAMS = 1 << 30, 1 << 12, 1 << 60
-"""No width or count is larger, no model has more layers, or more parameters: sums over them stay exact and short."""
+MOST, MOST_LAYERS, MOST_EXPERTS, MOST_PARAMS = 1 << 30, 1 << 12, 1 << 14, 1 << 60
+"""No width or count is larger, no model has more layers, experts or parameters: sums over them stay exact and short."""
 
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers")
 _VOCAB = ("vocab_size",)
@@ -148,7 +148,7 @@ def shape_of_hugging_face(config: Mapping[str, Any], where: str = "config.json")
     head_dim = read.optional("head_dim") or (hidden // heads if heads and not latent and hidden % heads == 0 else None)
     if head_dim is None and latent is None:
         raise ConfigError(f"{where}: head_dim is missing, and hidden_size ({hidden}) is no multiple of {heads} heads")
-    experts = read.count(_EXPERTS) if family.moe else 0
+    experts = read.count(_EXPERTS, MOST_EXPERTS) if family.moe else 0
     dense = _dense_layers(read, layers) if family.moe else layers
     expert_ffn = read.optional(*_EXPERT_FFN)
     if experts and expert_ffn is None:

@@ -49,6 +49,7 @@ def _missed(shape: ModelShape, experts: range, kept: float) -> float:
 
 def _none(pool: int, marked: int, chosen: int, dropped: float) -> float:
     """Chance that of ``chosen`` of a ``pool`` none is among the ``marked`` ones but those that are dropped."""
-    most = min(marked, chosen) if dropped else 0
-    ways = (comb(marked, some) * comb(pool - marked, chosen - some) * dropped**some for some in range(most + 1))
-    return sum(ways) / comb(pool, chosen)
+    most, every = min(marked, chosen) if dropped else 0, comb(pool, chosen)
+    # Whole numbers are divided before they meet a fraction: they may be larger than any of those.
+    ways = (comb(marked, some) * comb(pool - marked, chosen - some) / every for some in range(most + 1))
+    return sum(share * dropped**some for some, share in enumerate(ways))

@@ -4,7 +4,8 @@ A search keeps a queue of what it has, least bound first (``bound.py``), and tak
 
     degrees, schedule, stages,     leave if not even the leanest mapping with them fits; else, with the least
     micro-batch                    recomputing, the shardings that fit go back, with the bound of the whole step
-                                   and the others with more recomputing, which is never faster
+                                   and the others with more recomputing, which is never faster; where a schedule
+                                   splits passes it can be, and all of them do
     a mapping that fits            is replayed, and goes back with its seconds
     a mapping that was replayed    is faster than all that is left: the next of the answer
 
@@ -23,6 +24,7 @@ from itertools import product
 from moe_comm.errors import ConfigError
 from moe_comm.plan.bound import Bounded, Floor
 from moe_comm.plan.fit import Change, Fit, changes_that_fit
+from moe_comm.plan.halves import can_split
 from moe_comm.plan.mapping import Dispatcher, Mapping, Overlap, Sharding
 from moe_comm.plan.question import Candidate, Question
 from moe_comm.plan.space import Shape, Space, host_of
@@ -212,12 +214,14 @@ class _Search:
         for sharding in one.sharding:
             recompute = space.recompute[one.recompute]
             mapping = Mapping(p, virtual, micro_batch, sharding, recompute, one.overlap, schedule, one.dispatcher)
-            if self._fits(mapping):
+            fits = self._fits(mapping)
+            if fits:
                 bounded = Bounded.of(self.question, mapping)
                 self._push(bounded.bound(), bounded)
                 self._fitting = True
             else:
                 self.too_large += 1
+            if not fits or can_split(p.pp, schedule):
                 left.append(sharding)
         if left and one.recompute + 1 < len(space.recompute):
             self._push_open(replace(one, recompute=one.recompute + 1, sharding=tuple(left)))
@@ -253,8 +257,8 @@ class _Search:
 
     def _push_open(self, one: _Open) -> None:
         p, shape = one.key
-        bound = self._floor.of(p, *shape, self.space.recompute[one.recompute], one.overlap, one.dispatcher)
-        self._push(bound, one)
+        levels = self.space.recompute[one.recompute :][: None if can_split(p.pp, shape[0]) else 1]
+        self._push(min(self._floor.of(p, *shape, level, one.overlap, one.dispatcher) for level in levels), one)
 
     def _push(self, bound: float, one: _Open | Bounded | Candidate) -> None:
         self._pushed += 1

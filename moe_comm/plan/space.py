@@ -112,7 +112,7 @@ class Space:
         """Those that can run with these degrees; of several, those that can be faster than ``all_to_all``."""
         shape, load, cluster = question.shape, question.load, question.cluster
         found = tuple(one for one in self.dispatcher if lacks(one, cluster, parallel) is None)
-        if len(found) < 2:
+        if "all_to_all" not in found:
             return found
         rows = (min(1.0, load.capacity or 1.0), load.busiest(parallel.ep), load.size)
         place = Place(Mapping(parallel), cluster)

@@ -69,17 +69,19 @@ def train_config(question: Question, candidate: Candidate) -> str:
 def differences(question: Question, candidate: Candidate) -> tuple[str, ...]:
     """What ``moe-comm train`` does otherwise than the plan assumes, so that steps take longer or memory is less."""
     mapping, policy, found = candidate.mapping, question.policy, []
-    if mapping.overlap == "outer" and mapping.sharding != "fsdp":
+    if mapping.overlap != "none" and mapping.sharding != "fsdp":
         found.append("gradients are summed and weights gathered behind the last pass, not beside passes")
-    if mapping.overlap in ("inter", "all") and not _interleaves(question, mapping):
+    if mapping.fuses and not _interleaves(question, mapping):
         found.append(
             "transfers hide behind the products next to them, in chunks, but not beside other operators: that takes "
             "two micro-batches in turns, an even number of them, no pipeline, no fsdp and no full recomputing"
         )
-    if mapping.overlap != "none" and mapping.dispatcher != "all_to_all":
+    if mapping.overlap == "all" and mapping.dispatcher != "all_to_all":
         found.append(f"{mapping.dispatcher} moves rows before and after the experts' products, and not inside them")
     if mapping.overlap == "all" and mapping.dispatcher == "hierarchical":
         found.append("rows of other hosts are passed on when all have come")
+    if mapping.parallel.etp > 1 and mapping.dispatcher != "all_gather":
+        found.append("each row is sent to all parts of its expert at once, not to one that the others gather it from")
     if policy.reshard and mapping.sharding == "fsdp":
         found.append("fsdp keeps gradients, and weights of a pipeline's stages, until the end of a step")
     if policy.cut_shared and question.shape.shared_ffn and mapping.parallel.tp > 1:
@@ -99,7 +101,7 @@ def _parallel(question: Question, mapping: Mapping) -> Table[str, object]:
         # As the plan has it: the library's default is to send each row back.
         if sends_sums(mapping.dispatcher, question.shape, p.ep, question.load.size):
             found["deterministic"] = False
-    if mapping.overlap in ("inter", "all"):
+    if mapping.fuses:
         found |= {"overlap_chunks": "auto", "interleave": _interleaves(question, mapping)}
     return found
 

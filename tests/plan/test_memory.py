@@ -352,3 +352,11 @@ def test_what_cannot_run_is_a_configuration_error() -> None:
         memory(EVEN, Mapping.parse("", 8), SEQ, 9)
     with pytest.raises(ConfigError, match="cannot fill"):
         memory(EVEN, Mapping.parse("pp=32", 32), SEQ, 32)
+
+
+def test_experts_are_one_function_unless_transfers_go_on_beside_them() -> None:
+    def kept(overlap: str) -> float:
+        mapping = Mapping.parse("pp=2,vpp=2,ep=2", 4, pipeline="zbv", overlap=overlap)
+        return sum(gradients_between(EVEN, mapping, SEQ, 4096, 2))
+
+    assert kept("outer") == kept("none") < kept("inter") == kept("all")

@@ -82,3 +82,10 @@ def test_limits() -> None:
     assert hosts_reached(one, 8, 0.0) == 0
     plain, far = shape(512, 8), 8 * (1 - (1 - 1 / 8) ** 8)
     assert hosts_reached(plain, 8) == pytest.approx(far, rel=0.01), "of many experts each is as if drawn anew"
+
+
+def test_more_choices_than_a_fraction_can_count() -> None:
+    many = ModelShape("many", 1, 16, 1, 1, 8, 8, 2048, 512, 8)
+    assert hosts_reached(many, 2, 1.0) == pytest.approx(2.0) and hosts_reached(many, 2, 0.01) == pytest.approx(
+        1.847, abs=1e-3
+    )

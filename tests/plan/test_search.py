@@ -8,8 +8,10 @@ import pytest
 
 from moe_comm.errors import ConfigError
 from moe_comm.plan.bound import Bounded, Floor
+from moe_comm.plan.given import Given
 from moe_comm.plan.hardware_table import cluster_named
 from moe_comm.plan.load import Load
+from moe_comm.plan.mapping import RECOMPUTE, Mapping
 from moe_comm.plan.model import ModelShape
 from moe_comm.plan.model_file import model_named
 from moe_comm.plan.question import Candidate, Question
@@ -81,12 +83,31 @@ def test_the_best_are_those_of_trying_every_dispatcher(gpus: int, host: int, ove
     assert one.step.seconds >= found.best[0].step.seconds * (1 - 1e-9)
 
 
+def test_to_compute_more_again_may_be_faster_where_backward_is_split() -> None:
+    """All of it again means whole passes, which are less work than halves."""
+    degrees = "pp=2,vpp=8,ep=2,etp=2"
+    asked = Question(model_named("olmoe-1b-7b"), cluster_named("b200", 16), Load(512, "fp8"), 64)
+    first = Mapping.parse(degrees, 16, micro_batch=4, pipeline="zero_bubble", dispatcher="all_gather")
+    every = {again: replace(first, recompute=again) for again in RECOMPUTE}
+    fit = asked.fit(first)
+    tight = replace(asked, reserve=asked.reserve + fit.available - fit.worst.total + 1)
+    fitting = {again: tight.candidate(one).step.seconds for again, one in every.items() if tight.fit(one)}
+    assert set(fitting) == {"selective", "full"} and fitting["full"] < fitting["selective"]
+    given = Given(degrees, micro_batch=4, schedule="zero_bubble", dispatcher="all_gather").candidate(tight)
+    assert (given.mapping.recompute, given.step.seconds) == ("full", fitting["full"])
+    space = Space.of(sharding="zero1", schedule="zero_bubble", micro_batch=4, virtual=8, dispatcher="all_gather")
+    (found,) = (one for one in search(tight, space, keep=1000).best if one.mapping.parallel == first.parallel)
+    assert found.step.seconds == fitting["full"]
+
+
 def test_a_dispatcher_that_nothing_can_run_with_is_an_error_that_names_it() -> None:
     with pytest.raises(ConfigError, match="dispatcher hierarchical"):
         search(question(SMALL, 4, 4, 512), Space(dispatcher=("hierarchical",)))
 
 
-@pytest.mark.parametrize(("overlap", "shared"), [("none", 1.0), ("inter", 1.0), ("all", 1.0), ("none", 3.0)])
+@pytest.mark.parametrize(
+    ("overlap", "shared"), [("none", 1.0), ("outer", 1.0), ("inter", 1.0), ("all", 1.0), ("none", 3.0)]
+)
 def test_no_step_is_faster_than_its_bounds(overlap: str, shared: float) -> None:
     asked = question(replace(SMALL, top_k=5), 8, 16, 512, host=4, shared=shared)
     floor, space = Floor(asked), Space(overlap=(overlap,))  # type: ignore[arg-type]

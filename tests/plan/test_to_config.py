@@ -93,16 +93,21 @@ def test_overlap_is_written_as_far_as_training_has_it(tmp_path: Path) -> None:
     turns = Mapping.parse("ep=4", 4, overlap="all")
     config = written(asked, turns, tmp_path)
     assert config.parallel.interleave and config.parallel.overlap_chunks == "auto"
-    assert not differences(asked, asked.candidate(turns))
+    (behind,) = differences(asked, asked.candidate(turns))
+    assert "behind the last pass" in behind
     piped = Mapping.parse("pp=2,ep=2", 4, overlap="all")
     config = written(asked, piped, tmp_path)
     assert not config.parallel.interleave and config.parallel.overlap_chunks == "auto"
     outer = Mapping.parse("ep=4", 4, overlap="outer")
     assert written(asked, outer, tmp_path).parallel.overlap_chunks == 0
-    assert "behind the last pass" in differences(asked, asked.candidate(outer))[0]
+    assert differences(asked, asked.candidate(outer)) == (behind,)
+    assert not differences(asked, asked.candidate(Mapping.parse("ep=4", 4)))
     written(asked, piped, tmp_path)
-    (told,) = differences(asked, asked.candidate(piped))
-    assert f"# Otherwise than planned: {told}." in (tmp_path / "planned.toml").read_text()
+    told = differences(asked, asked.candidate(piped))[-1]
+    assert (
+        "two micro-batches in turns" in told
+        and f"# Otherwise than planned: {told}." in (tmp_path / "planned.toml").read_text()
+    )
 
 
 @pytest.mark.parametrize(
@@ -126,7 +131,7 @@ def test_the_dispatcher_is_written_and_whether_it_sends_sums(
     assert options.deterministic == deterministic
     overlapped = replace(mapping, overlap="all")
     told = differences(asked, asked.candidate(overlapped))
-    assert len(told) == {"all_to_all": 0, "all_gather": 1, "hierarchical": 2}[dispatcher]
+    assert len(told) == 1 + {"all_to_all": 0, "all_gather": 1, "hierarchical": 2}[dispatcher]
 
 
 def test_groups_of_experts_are_written(tmp_path: Path) -> None:
