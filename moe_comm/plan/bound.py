@@ -22,12 +22,11 @@ import numpy as np
 from moe_comm.plan.blocks import BLOCKS, seconds_of
 from moe_comm.plan.halves import splits
 from moe_comm.plan.hardware import Cluster
-from moe_comm.plan.mapping import Dispatcher, Mapping, Overlap, Place, Recompute
+from moe_comm.plan.mapping import Mapping, Place
 from moe_comm.plan.orders import PassKind
 from moe_comm.plan.question import Question
 from moe_comm.plan.replay import Floats
 from moe_comm.plan.step import StepModel, neighbours
-from moe_comm.topology import ParallelConfig
 from moe_comm.train.pipeline.stages import plan_stages
 
 ROUNDING = 1 - 1e-9
@@ -80,37 +79,20 @@ class Floor:
         self.question = question
         self._seconds: dict[tuple[object, ...], Floats] = {}
 
-    def of(
-        self,
-        p: ParallelConfig,
-        schedule: str | None,
-        virtual: int,
-        micro_batch: int,
-        recompute: Recompute,
-        overlap: Overlap,
-        dispatcher: Dispatcher = "all_to_all",
-    ) -> float:
-        """Seconds below which no step with such a mapping comes. schedule: None: the usual one."""
-        shape = self.question.shape
-        mapping = Mapping(
-            p,
-            virtual,
-            micro_batch,
-            recompute=recompute,
-            overlap=overlap,
-            pipeline=schedule,
-            dispatcher=dispatcher,
-        )
+    def of(self, mapping: Mapping) -> float:
+        """Seconds below which no step with ``mapping`` comes, nor with the same and another sharding."""
+        shape, p = self.question.shape, mapping.parallel
         split = splits(mapping)
-        key = (p.tp, p.cp, p.ep, p.etp, micro_batch, recompute, overlap, dispatcher, split)
+        settings = (mapping.micro_batch, mapping.recompute, mapping.overlap, mapping.dispatcher, split)
+        key = (p.tp, p.cp, p.ep, p.etp, *settings)
         if (seconds := self._seconds.get(key)) is None:
             seconds = self._seconds[key] = Bounded.of(self.question, mapping).block_seconds()
-        once, each = _held(shape.layers, shape.dense_layers, p.pp, mapping.schedule, virtual, split)
+        once, each = _held(shape.layers, shape.dense_layers, p.pp, mapping.schedule, mapping.virtual, split)
         whole = seconds[:, PassKind.BACKWARD]
         later = seconds[:, PassKind.INPUT] + seconds[:, PassKind.WEIGHT]
         all_of_it = np.minimum(whole, later) if mapping.schedule == "dualpipev" else later if split else whole
         work = np.concatenate([seconds[:, PassKind.FORWARD], whole, _back(seconds, mapping), all_of_it])
-        micro_batches = self.question.global_batch // (p.dp * micro_batch)
+        micro_batches = self.question.global_batch // (p.dp * mapping.micro_batch)
         compute = micro_batches * float((each[: p.pp] @ work).mean())
         return _least((once + micro_batches * each) @ work, compute, self.question.cluster) * ROUNDING
 

@@ -22,7 +22,7 @@ from typing import Literal
 
 from moe_comm.errors import ConfigError
 from moe_comm.plan.collectives import Moved, Span, positive, share
-from moe_comm.plan.hardware import BYTES, Accelerator, Cluster
+from moe_comm.plan.hardware import Accelerator, Cluster, item_bytes
 
 SYNC_S = 832e-9
 """A flag in memory, from one unit to another: one for each chunk (ParallelKittens, on an H100)."""
@@ -219,7 +219,7 @@ def product_combine(
 
 def _size(product: Product) -> int:
     """Bytes of an element that travels: activations stay in bf16 beside fp8 products."""
-    return BYTES["bf16" if product.dtype == "fp8" else product.dtype]
+    return item_bytes(product.dtype)
 
 
 def _collective(cluster: Cluster, span: Span, way: Way, num_bytes: float) -> Moved:

@@ -21,6 +21,11 @@ BYTES = {"fp32": 4, "bf16": 2, "fp8": 1}
 """Of an element, by dtype."""
 
 
+def item_bytes(dtype: str) -> int:
+    """Of an element that is kept or moved: products alone are in fp8."""
+    return BYTES["bf16" if dtype == "fp8" else dtype]
+
+
 @dataclass(frozen=True)
 class Tile:
     """A block of a product's output that one unit makes at a time, either way round.

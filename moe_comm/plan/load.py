@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from moe_comm.errors import ConfigError
-from moe_comm.plan.hardware import BYTES
+from moe_comm.plan.hardware import BYTES, item_bytes
 
 DROPLESS = 1.29
 """``Load.imbalance`` to assume where no capacity caps it and nothing was measured: routers in training are not even.
@@ -44,7 +44,7 @@ class Load:
     @property
     def size(self) -> int:
         """Bytes of an element of activations; products alone are in fp8."""
-        return BYTES["bf16" if self.dtype == "fp8" else self.dtype]
+        return item_bytes(self.dtype)
 
     def busiest(self, ep: int) -> float:
         """Rows of the busiest of ``ep`` ranks over those of each if routing were in equal parts: at most all rows there

@@ -26,7 +26,6 @@ from moe_comm.layers.moe_config import MoEConfig, ZeroExperts
 from moe_comm.layers.router import RouterConfig
 from moe_comm.plan.dispatching import SUM_BYTES, copies, sends_sums
 from moe_comm.plan.halves import splits
-from moe_comm.plan.hardware import BYTES
 from moe_comm.plan.load import Load
 from moe_comm.plan.mapping import Mapping, Recompute
 from moe_comm.plan.memory_fixed import Keeping, Parts, fixed_of, fixed_parts
@@ -112,7 +111,7 @@ def memory(
     stages_of = _layout(shape.layers, shape.dense_layers, parallel.pp, schedule, mapping.virtual)
     split = splits(mapping)
     moments_of = (moments if split else _one_moment)(schedule, parallel.pp, mapping.virtual, micro_batches)
-    size = BYTES["bf16" if load.dtype == "fp8" else load.dtype]
+    size = load.size
     sharding = mapping.sharding if parallel.world > 1 else "replicate"  # on one rank there is nobody to share with
     partial = sharding == "fsdp" and (policy.reshard or (parallel.pp == 1 and micro_batches == 1))
     gathered = sharding != "fsdp" or (parallel.pp > 1 and (split or not policy.reshard))

@@ -256,9 +256,13 @@ class _Search:
         return bool(fit)
 
     def _push_open(self, one: _Open) -> None:
-        p, shape = one.key
-        levels = self.space.recompute[one.recompute :][: None if can_split(p.pp, shape[0]) else 1]
-        self._push(min(self._floor.of(p, *shape, level, one.overlap, one.dispatcher) for level in levels), one)
+        p, (schedule, virtual, micro_batch) = one.key
+        levels = self.space.recompute[one.recompute :][: None if can_split(p.pp, schedule) else 1]
+        sharding = self.space.sharding[0]  # a floor is the same for all of them
+        every = (
+            Mapping(p, virtual, micro_batch, sharding, level, one.overlap, schedule, one.dispatcher) for level in levels
+        )
+        self._push(min(map(self._floor.of, every)), one)
 
     def _push(self, bound: float, one: _Open | Bounded | Candidate) -> None:
         self._pushed += 1

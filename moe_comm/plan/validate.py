@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from moe_comm.errors import ConfigError
 from moe_comm.plan import fused
 from moe_comm.plan.fused import Product, Transport
-from moe_comm.plan.hardware import BYTES, Cluster
+from moe_comm.plan.hardware import Cluster, item_bytes
 from moe_comm.plan.hardware_table import H100, PCIE_4, cluster_named
 from moe_comm.plan.load import DROPLESS
 from moe_comm.plan.model_file import model_named
@@ -204,7 +204,7 @@ def predict_operator(case: OperatorCase, machine: str) -> float:
     """Seconds of an operator on one host of a named machine."""
     cluster = cluster_named(machine, case.ranks)
     span = cluster.span(range(case.ranks))
-    size = BYTES["bf16" if case.dtype == "fp8" else case.dtype]
+    size = item_bytes(case.dtype)
     if "experts" in case.pattern:
         return _experts(case, cluster, size)
     product = Product(case.m, case.n, case.k, case.dtype)

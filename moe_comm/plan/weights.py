@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from moe_comm.plan.collectives import Moved, Span
-from moe_comm.plan.hardware import BYTES
+from moe_comm.plan.hardware import BYTES, item_bytes
 from moe_comm.plan.mapping import Place
 from moe_comm.plan.model import LayerKind, ModelShape
 from moe_comm.plan.replay import Floats
@@ -30,17 +30,12 @@ on FSDP's Mixtral 8x22B in MoE Parallel Folding's table 3 (arXiv 2504.14960). Of
 dense models on many hosts (torchtitan, NeMo AutoModel, llm-foundry) get what all NICs give."""
 
 
-def weight_bytes(dtype: str) -> int:
-    """Of an element that computes: fp8 products keep weights in bf16."""
-    return BYTES["bf16" if dtype == "fp8" else dtype]
-
-
 class Weights:
     """Of the stages of ``stages``, that ranks at ``place`` hold. dtype: of products."""
 
     def __init__(self, shape: ModelShape, place: Place, stages: StagePlan, dtype: str) -> None:
         self.shape, self.place, self.stages = shape, place, stages
-        self.size = weight_bytes(dtype)
+        self.size = item_bytes(dtype)
         self._of: dict[int, tuple[float, float]] = {}
 
     @cached_property

@@ -116,15 +116,7 @@ def test_no_step_is_faster_than_its_bounds(overlap: str, shared: float) -> None:
     for mapping in every[:: len(every) // 150]:
         bounded = Bounded.of(asked, mapping)
         step = bounded.predict().seconds
-        settings = (
-            mapping.pipeline,
-            mapping.virtual,
-            mapping.micro_batch,
-            mapping.recompute,
-            overlap,
-            mapping.dispatcher,
-        )
-        assert floor.of(mapping.parallel, *settings) <= bounded.bound() * (1 + 1e-8), mapping  # type: ignore[arg-type]
+        assert floor.of(mapping) <= bounded.bound() * (1 + 1e-8), mapping
         assert bounded.bound() <= step, mapping
 
 
