@@ -30,6 +30,17 @@ if TYPE_CHECKING:
         TransformerConfig,
         check_grads,
     )
+    from moe_comm.layers.data_parallel import (
+        clip_grad_norm_,
+        load_optimizer_state_dict,
+        load_state_dict,
+        optimizer_state_dict,
+        prepare_ddp,
+        prepare_fsdp,
+        skip_gradient_checks,
+        state_dict,
+        sync_gradients,
+    )
     from moe_comm.topology import FoldedMesh, ParallelConfig
 
 _HOME = {
@@ -47,6 +58,15 @@ _HOME = {
     "swap_attention": "moe_comm.integrations.hugging_face",
     "swap_linears": "moe_comm.integrations.hugging_face",
     "swap_moe": "moe_comm.integrations.hugging_face",
+    "clip_grad_norm_": "moe_comm.layers.data_parallel",
+    "load_optimizer_state_dict": "moe_comm.layers.data_parallel",
+    "load_state_dict": "moe_comm.layers.data_parallel",
+    "optimizer_state_dict": "moe_comm.layers.data_parallel",
+    "prepare_ddp": "moe_comm.layers.data_parallel",
+    "prepare_fsdp": "moe_comm.layers.data_parallel",
+    "skip_gradient_checks": "moe_comm.layers.data_parallel",
+    "state_dict": "moe_comm.layers.data_parallel",
+    "sync_gradients": "moe_comm.layers.data_parallel",
     "Transformer": "moe_comm.layers",
     "TransformerConfig": "moe_comm.layers",
     "FoldedMesh": "moe_comm.topology",
@@ -66,12 +86,21 @@ __all__ = [
     "Transformer",
     "TransformerConfig",
     "check_grads",
+    "clip_grad_norm_",
     "gather_state_dict",
+    "load_optimizer_state_dict",
+    "load_state_dict",
     "make_dispatcher",
+    "optimizer_state_dict",
+    "prepare_ddp",
+    "prepare_fsdp",
     "save_swapped",
+    "skip_gradient_checks",
+    "state_dict",
     "swap_attention",
     "swap_linears",
     "swap_moe",
+    "sync_gradients",
 ]
 
 # Before torch's first matmul, and only on machines where bf16 would otherwise kill the process.

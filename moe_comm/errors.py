@@ -59,6 +59,10 @@ class NonFiniteLoss(MoeCommError, ArithmeticError):
     """The loss or its gradient is NaN or infinite; raised on every rank before the weights change."""
 
 
+class GradientMismatch(MoeCommError):
+    """Gradients of experts and of replicated parameters do not belong together; raised before the optimizer steps."""
+
+
 class UnsettledStep(MoeCommError, ArithmeticError):
     """A step gave bad numbers, and other bad ones when it was run again; the message names the ranks that differed."""
 

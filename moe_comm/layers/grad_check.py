@@ -26,7 +26,7 @@ from moe_comm.layers.check_report import Comparison, GradReport, compare
 from moe_comm.layers.losses import attach_loss
 from moe_comm.layers.moe import MoEConfig, MoELayer
 from moe_comm.layers.router import RouterConfig, Routing, Score
-from moe_comm.layers.state import own_experts, single_rank_copy
+from moe_comm.layers.state import single_rank_copy
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest difference over largest value, against a float64 result."""
@@ -229,7 +229,8 @@ def _check_case(
     def own(name: str, value: Tensor) -> Tensor:
         if name in ("output", "input", "routing weights"):
             return value[tokens]
-        return own_experts(name.removeprefix("experts."), value, layer) if name.startswith("experts.") else value
+        sharding = layer.shardings().get(name)
+        return value if sharding is None else sharding.take(value, layer.place, layer.sizes)
 
     found = []
     one = _run(alone, whole, _layer_forward)

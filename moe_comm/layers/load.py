@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from moe_comm.errors import ConfigError
 from moe_comm.layers.collectives import gather_values
 from moe_comm.layers.moe import MoELayer
-from moe_comm.layers.state import state_key
+from moe_comm.layers.names import state_key
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from moe_comm.dispatch.deferred import DeferredDispatcher
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.autocast import compute_dtype
 from moe_comm.layers.collectives import channel_of, gather_values, group_rank
+from moe_comm.layers.data_parallel import ExpertShards, attach_experts, prepare_ddp
 from moe_comm.layers.experts import Experts, Part
 from moe_comm.layers.linear import ParallelModule
 from moe_comm.layers.moe_call import Flight, MoECall, begin_flight
@@ -144,6 +145,10 @@ class MoELayer(ParallelModule):
                 f"rank {dispatcher.rank} holds {len(dispatcher.local_experts)} experts by the dispatcher's placement "
                 f"{dispatcher.placement.experts_per_rank}, but its weights are for {experts.num_experts}"
             )
+        if dispatcher.group is not None and dispatcher.world > 1:
+            shards = ExpertShards(dispatcher.group, experts.shardings_over(self.placement), self.place, self.sizes)
+            attach_experts(experts, shards, partial(getattr, router, "weight"), label)
+            prepare_ddp(self)
 
     @classmethod
     def build(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from moe_comm.layers.state import state_key
+from moe_comm.layers.names import state_key
 from moe_comm.topology import Sharding
 
 

@@ -10,6 +10,7 @@ from moe_comm.dispatch import DispatchOptions, Traffic, make_dispatcher
 from moe_comm.errors import ConfigError
 from moe_comm.layers.collectives import CollectiveOptions, configure_collectives
 from moe_comm.layers.config import TransformerConfig
+from moe_comm.layers.data_parallel import leave_gradients
 from moe_comm.layers.flops import count_model
 from moe_comm.layers.initialize import initialize
 from moe_comm.layers.model_plan import ModelPlan
@@ -135,6 +136,8 @@ def build(
     if mesh.size("pp") > 1:
         _meet_before_layers(config, architecture, mesh)
     stages = build_stages(config, architecture, mesh)
+    for stage in stages:
+        leave_gradients(stage)
     shardings: dict[str, Sharding] = {}
     tied: tuple[str, ...] = ()
     for stage in stages:

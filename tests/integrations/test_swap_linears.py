@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+import moe_comm
 from moe_comm.errors import ConfigError, InputError, UnsupportedModel
 from moe_comm.integrations.hugging_face import gather_state_dict, sum_replicated_gradients, swap_moe
 from moe_comm.integrations.hugging_face.attention import gather_attention, swap_attention
@@ -166,7 +167,7 @@ def run_with_experts(rank: int, world: int, folder: str) -> tuple[Tensor, dict[s
     sum_replicated_gradients(model, ep)
     for parameter in model.parameters():
         parameter.data = parameter.grad
-    return logits.detach(), gather_linears(model)
+    return logits.detach(), gather_linears(model, moe_comm.state_dict(model, form="local"))
 
 
 def test_it_goes_together_with_expert_parallelism_over_other_ranks(

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from moe_comm.dispatch.capacity import Capacity
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.layers import MoEConfig, MoELayer, Router, RouterConfig
+from moe_comm.layers.data_parallel import ExpertShards
 from moe_comm.layers.load import take_loads, update_biases
-from moe_comm.layers.state import gather_experts
 from moe_comm.topology import FoldedMesh, ParallelConfig, Sharding
 from tests.layers.moe_configs import BALANCED, HIDDEN, RICH
 from tests.layers.reference import draw
@@ -102,8 +102,11 @@ def run_folded(rank: int, world: int, step: Step) -> dict[str, Any]:
         group = mesh.sum_group(sharding)
         if group is not None:
             dist.all_reduce(p.grad, group=group)
-        short = name.removeprefix("experts.")
-        grads[name] = gather_experts(short, p.grad, layer) if name in shardings else p.grad
+        if name in shardings and layer.dispatcher.group is not None:
+            shards = ExpertShards(layer.dispatcher.group, shardings, layer.place, layer.sizes)
+            grads[name] = shards.gather(name, p.grad)
+        else:
+            grads[name] = p.grad
     loads = take_loads(layer, mesh.group("tp", "cp", "dp"))
     update_biases(layer, loads, 0.1)
     bias = layer.router.correction_bias

@@ -14,10 +14,10 @@ from moe_comm.integrations.hugging_face.state import gather_state_dict, save_swa
 from moe_comm.integrations.hugging_face.swap import (
     EPExperts,
     expert_parameters,
-    sum_replicated_gradients,
     swap_moe,
     swapped_experts,
 )
+from moe_comm.layers.data_parallel import sum_replicated_gradients
 
 __all__ = [
     "FAMILIES",

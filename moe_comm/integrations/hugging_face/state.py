@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from moe_comm.dispatch import Dispatcher
 from moe_comm.errors import ConfigError, UnsupportedModel
 from moe_comm.integrations.hugging_face.swap import EPExperts, swapped_experts
-from moe_comm.layers.state import state_key
+from moe_comm.layers.data_parallel.state import experts_gathered
 
 
 def gather_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tensor]:
@@ -29,16 +29,9 @@ def gather_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str
     Raises:
         ConfigError: ``model`` is not swapped.
     """
-    experts = _swapped(model)
-    owner = {state_key(name, key): module for name, module in experts.items() for key in module.layout.parameters}
-    here = not rank0_only or next(iter(experts.values())).dispatcher.rank == 0
-    full: dict[str, Tensor] = {}
-    for key, value in model.state_dict().items():
-        module = owner.get(key)
-        whole = value.detach() if module is None else _gather(value.detach(), module, rank0_only)
-        if here and whole is not None:
-            full[key] = whole.cpu()
-    return full
+    _swapped(model)
+    state = experts_gathered(model, "full", rank0_only, cpu=True)
+    return {key: value.detach().cpu() for key, value in state.items()}
 
 
 def save_swapped(model: Any, folder: str | PathLike[str], **kwargs: Any) -> None:
@@ -98,27 +91,3 @@ def _any_rank(flag: bool, dispatcher: Dispatcher, model: nn.Module) -> bool:
     flags = torch.tensor([int(flag)], device=device)
     dist.all_reduce(flags, group=dispatcher.group)
     return bool(flags.item())
-
-
-def _gather(local: Tensor, module: EPExperts, rank0_only: bool) -> Tensor | None:
-    """All experts of one parameter, None on ranks that do not get it; moved as bytes, so any dtype passes."""
-    dispatcher = module.dispatcher
-    if dispatcher.world == 1:
-        return local
-    wanted = not rank0_only or dispatcher.rank == 0
-    parts: list[Tensor] = []
-    for rank, count in enumerate(dispatcher.placement.experts_per_rank):
-        if count == 0:
-            continue
-        own = rank == dispatcher.rank
-        part = local.contiguous() if own else local.new_empty(count, *local.shape[1:]) if wanted else None
-        if part is not None:
-            raw = part.view(torch.uint8)
-            if not rank0_only:
-                dist.broadcast(raw, _global_rank(dispatcher, rank), group=dispatcher.group)
-            elif rank != 0 and own:
-                dist.send(raw, _global_rank(dispatcher, 0), group=dispatcher.group)
-            elif rank != 0 and wanted:
-                dist.recv(raw, _global_rank(dispatcher, rank), group=dispatcher.group)
-            parts.append(part.cpu())
-    return torch.cat(parts) if wanted else None

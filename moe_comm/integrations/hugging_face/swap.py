@@ -13,12 +13,12 @@ drift from it; one module serves every family, and parameter names do not change
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
@@ -29,8 +29,10 @@ from moe_comm.errors import ConfigError, UnsupportedModel
 from moe_comm.integrations.hugging_face.compute import expert_input, mlp_weights
 from moe_comm.integrations.hugging_face.families import ExpertsLayout, find_experts
 from moe_comm.kernels.autocast import without_autocast
+from moe_comm.layers.data_parallel import ExpertShards, attach_experts, prepare_ddp
 from moe_comm.layers.moe_call import begin_flight
 from moe_comm.overlap.chunked import Overlap
+from moe_comm.topology import Sharding, Split
 
 _HOOKS = (
     "_forward_hooks",
@@ -61,6 +63,7 @@ class EPExperts(nn.Module):
         dispatcher: Dispatcher,
         label: str,
         overlap: Overlap | None = None,
+        replicated: Callable[[], nn.Parameter | None] = lambda: None,
     ) -> None:
         super().__init__()
         self.layout = layout
@@ -73,6 +76,13 @@ class EPExperts(nn.Module):
             getattr(self, hooks).update(getattr(experts, hooks))
         self._is_full_backward_hook = experts._is_full_backward_hook
         self.training = experts.training
+        if dispatcher.group is not None and dispatcher.world > 1:
+            counts = dispatcher.placement.experts_per_rank
+            over_ep = Split(0, "ep", sizes=None if len(set(counts)) == 1 else counts)
+            shardings = {name: Sharding(shape, (over_ep,), expert=True) for name, shape in layout.parameters.items()}
+            place, sizes = {"ep": dispatcher.rank, "etp": 0}, {"ep": dispatcher.world, "etp": 1}
+            shards = ExpertShards(dispatcher.group, shardings, place, sizes)
+            attach_experts(self, shards, replicated, label)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Every token's weighted sum over its experts, wherever they are. Collective.
@@ -114,15 +124,6 @@ class EPExperts(nn.Module):
             f"dispatcher={self.dispatcher.name}, rank {self.dispatcher.rank} of {self.dispatcher.world}"
         )
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # A checkpoint of the whole model loads too: each rank takes its own experts out of the full tensors.
-        own = self.dispatcher.local_experts
-        for name in self.layout.parameters:
-            full = state_dict.get(prefix + name)
-            if full is not None and len(own) != self.num_experts and full.shape[0] == self.num_experts:
-                state_dict[prefix + name] = full[own.start : own.stop]
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
 
 def _local_slice(full: nn.Parameter, own: range) -> nn.Parameter:
     if len(own) == full.shape[0]:
@@ -158,10 +159,9 @@ def swap_moe(
     ranges, as evenly as they go (7 experts on 2 ranks: 4 and 3). Experts that went elsewhere are freed here as soon
     as nothing else holds them, so build the optimizer afterwards.
 
-    Gradients: those of experts are complete on the rank that holds them. Those of all other parameters cover only
-    this rank's batch: sum them over the ranks (``sum_replicated_gradients``), not their mean, as experts have the sum;
-    and divide the loss by the number of tokens of all ranks. ``DistributedDataParallel`` leaves the experts of a
-    swapped model alone, but takes means; give it a comm hook that sums.
+    Gradients: in a loop of your own, divide the loss by the number of tokens of all ranks and call
+    ``moe_comm.sync_gradients(model)`` after ``backward``. ``DistributedDataParallel(model)`` works as it is: it takes
+    means, and so do the experts then. Before ``fully_shard`` call ``moe_comm.prepare_fsdp(model)``.
 
     Generation: ranks must run the same number of forward passes: ``model.generate(..., synced_gpus=True)``.
 
@@ -196,21 +196,25 @@ def swap_moe(
         count: make_dispatcher(count, ep_group, backend, options=options, traffic=traffic, device=device)
         for count in sorted({layout.num_experts for _, layout in found.values()})
     }
-    ignored: list[str] = []
     for name in list(found):
         experts, layout = found.pop(name)
         parent, _, child = name.rpartition(".")
-        swapped = EPExperts(experts, layout, dispatchers[layout.num_experts], name, overlap)
-        setattr(model.get_submodule(parent), child, swapped)
-        ignored += [f"{name}.{key}" for key in layout.parameters]
+        block = model.get_submodule(parent)
+        swapped = EPExperts(experts, layout, dispatchers[layout.num_experts], name, overlap, _router_of(block, child))
+        setattr(block, child, swapped)
         del experts  # one block at a time, or all full weights stay until the end
-    if max(dispatcher.world for dispatcher in dispatchers.values()) > 1:
+    prepare_ddp(model)
+    if max(dispatcher.world for dispatcher in dispatchers.values()) > 1 and hasattr(model, "save_pretrained"):
         guard: Any = model
-        # DistributedDataParallel would otherwise overwrite every rank's experts with those of rank 0.
-        guard._ddp_params_and_buffers_to_ignore = [*getattr(model, "_ddp_params_and_buffers_to_ignore", []), *ignored]
-        if hasattr(model, "save_pretrained"):
-            guard.save_pretrained = partial(_refuse_save, type(model).__name__)
+        guard.save_pretrained = partial(_refuse_save, type(model).__name__)
     return model
+
+
+def _router_of(block: nn.Module, experts: str) -> Callable[[], nn.Parameter | None]:
+    """Gives the first parameter of an MoE block that is not an expert's: its router's, which all ranks hold."""
+    names = (name for name, _ in block.named_parameters() if not name.startswith(f"{experts}."))
+    path, _, name = next(names, "").rpartition(".")
+    return partial(getattr, block.get_submodule(path), name, None) if name else lambda: None
 
 
 def swapped_experts(model: nn.Module) -> dict[str, EPExperts]:
@@ -219,27 +223,12 @@ def swapped_experts(model: nn.Module) -> dict[str, EPExperts]:
 
 
 def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters of a swapped model that differ between ranks; their gradients need no sum over the ranks."""
+    """The parameters of a swapped model's experts by name; over several ranks, those that differ between ranks."""
     return {
         f"{name}.{key}": parameter
         for name, experts in swapped_experts(model).items()
         for key, parameter in experts.named_parameters()
     }
-
-
-def sum_replicated_gradients(model: nn.Module, group: ProcessGroup | None = None) -> None:
-    """Add up over ``group`` the gradients of every parameter of a swapped model that is not an expert's. Collective.
-
-    Args:
-        group: all ranks that hold a part of the batch; None means the default group. Where it is larger than the
-            expert-parallel group, experts have copies, whose gradients remain for the caller to sum.
-    """
-    experts = {id(parameter) for parameter in expert_parameters(model).values()}
-    for parameter in model.parameters():
-        if parameter.requires_grad and id(parameter) not in experts:
-            if parameter.grad is None:  # this rank's batch did not reach it, but another's may have
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=group)
 
 
 def _refuse_conflicts(model: nn.Module, found: dict[str, tuple[nn.Module, ExpertsLayout]]) -> None:

@@ -1,0 +1,332 @@
+"""Tensors that are one rank's part of the stacked weights of all experts.
+
+    rank 0    w13 [4, 2F, D]   experts 0..3  ┐
+    rank 1    w13 [3, 2F, D]   experts 4..6  ┴  w13 [7, 2F, D]
+
+Why not ``DTensor``: ``DTensor`` cuts a dimension as ``torch.chunk`` does, so it cannot describe 1 + 3 experts
+(``full_tensor`` aborts the process inside gloo); the default optimizers and ``clip_grad_norm_`` refuse lists that mix
+it with plain tensors; and each ``to_local`` costs 6 us. Here, parameters stay plain. Only their gradients and the
+values of state dicts are of this subclass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from moe_comm.errors import ConfigError, InputError
+from moe_comm.layers.collectives import gather_values
+from moe_comm.topology import Box, Sharding, Share, row_range
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertShards:
+    """How the ranks of an expert-parallel group hold the parameters of one experts module.
+
+    Attributes:
+        group: ep * etp ranks, etp fastest. Each holds other elements.
+        shardings: by the parameter's name in the module.
+        place, sizes: of this rank on the axes "ep" and "etp", and those axes' sizes.
+    """
+
+    group: ProcessGroup
+    shardings: Mapping[str, Sharding]
+    place: Mapping[str, int]
+    sizes: Mapping[str, int]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertShards:
+        return self  # copies of a model communicate over the same ranks
+
+    def place_of(self, rank: int) -> dict[str, int]:
+        """Place on the axes of rank ``rank`` of the group."""
+        return {"ep": rank // self.sizes["etp"], "etp": rank % self.sizes["etp"]}
+
+    def local_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of this rank's part of parameter ``name``."""
+        return self.shardings[name].local_shape(self.place, self.sizes)
+
+    def take(self, name: str, full: Tensor) -> Tensor:
+        """This rank's part of ``full``, which holds all experts; a view where that is a range of whole experts."""
+        boxes = self.shardings[name].boxes(self.place, self.sizes)
+        if len(boxes) == 1:
+            return full[boxes[0].whole]
+        return self.shardings[name].take(full, self.place, self.sizes)
+
+    def gather(self, name: str, local: Tensor, *, rank0_only: bool = False, cpu: bool = False) -> Tensor | None:
+        """All experts of ``name``, bit for bit, from each rank's part. Collective over the group.
+
+        Args:
+            local: this rank's part; of any dtype, it is moved as bytes.
+            rank0_only: rank 0 of the group receives the result, the other ranks None.
+            cpu: collect the result in host memory, one rank's part after the other.
+        """
+        sharding, rank, world = self.shardings[name], dist.get_rank(self.group), dist.get_world_size(self.group)
+        local = local.detach().contiguous()
+        wanted = not rank0_only or rank == 0
+        device = torch.device("cpu") if cpu else local.device
+        full = local.new_empty(sharding.shape, device=device) if wanted else None
+        for source in range(world):
+            place = self.place_of(source)
+            shape = sharding.local_shape(place, self.sizes)
+            if not math.prod(shape) or not (wanted or source == rank):
+                continue
+            part = local if source == rank else local.new_empty(shape)
+            self._move(part, source, rank, rank0_only)
+            if full is not None:
+                for box in sharding.boxes(place, self.sizes):
+                    full[box.whole] = part[box.local].to(device)
+        return full
+
+    def _move(self, part: Tensor, source: int, rank: int, rank0_only: bool) -> None:
+        raw = part.view(-1).view(torch.uint8)
+        if not rank0_only:
+            dist.broadcast(raw, group=self.group, group_src=source)
+        elif source != 0 and rank == source:
+            dist.send(raw, group=self.group, group_dst=0)
+        elif source != 0 and rank == 0:
+            dist.recv(raw, group=self.group, group_src=source)
+
+
+class ExpertShard(Tensor):
+    """One rank's part of a tensor over all experts: a gradient, or a value of a state dict.
+
+    It shares its storage with the plain tensor that it was made from, and computes like that one. What differs:
+
+    - A norm over all of its elements (``torch.linalg.vector_norm``, ``norm``) covers the parts of all ranks of the
+      group. It is collective. So ``torch.nn.utils.clip_grad_norm_`` scales by the same factor on every rank.
+    - ``torch.amp.GradScaler`` learns of infinite gradients on any rank of the group.
+    - ``torch.distributed.checkpoint`` saves and loads the parts of all ranks, for any number of ranks.
+    - In a state dict: ``torch.save``, safetensors and pickle raise; they would write one rank's experts as if they
+      were all.
+
+    ``local()`` returns the plain tensor. Results of other operations are plain tensors.
+    """
+
+    shards: ExpertShards
+    name_in_module: str
+    dtensor: DTensor | None
+    in_state_dict: bool
+
+    @staticmethod
+    def of(local: Tensor, shards: ExpertShards, name: str, *, in_state_dict: bool = False) -> ExpertShard:
+        """``local`` as this rank's part of parameter ``name``; shares its storage.
+
+        Args:
+            local: where FSDP2 spreads the part over the ranks that hold the same experts, the ``DTensor`` over these.
+            in_state_dict: refuse to be saved.
+        """
+        if isinstance(local, ExpertShard):
+            return local
+        dtensor = local if isinstance(local, DTensor) else None
+        held = local if dtensor is None else dtensor.to_local()
+        shard: ExpertShard = held.as_subclass(ExpertShard)
+        shard.shards, shard.name_in_module, shard.dtensor = shards, name, dtensor
+        shard.in_state_dict = in_state_dict
+        return shard
+
+    def local(self) -> Tensor:
+        """The same storage as a plain tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+    def _like(self, local: Tensor) -> ExpertShard:
+        return ExpertShard.of(local, self.shards, self.name_in_module, in_state_dict=self.in_state_dict)
+
+    @property
+    def full_shape(self) -> torch.Size:
+        """Shape over all experts."""
+        return torch.Size(self.shards.shardings[self.name_in_module].shape)
+
+    def full(self, **options: bool) -> Tensor | None:
+        """All experts; see ``ExpertShards.gather``. Collective."""
+        local = self.local() if self.dtensor is None else self.dtensor.full_tensor()
+        return self.shards.gather(self.name_in_module, local, **options)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _REFUSED and getattr(args[0], "in_state_dict", False):
+            _refuse(args[0])
+        with torch._C.DisableTorchFunctionSubclass():
+            rule = _RULES.get(func)
+            return func(*args, **kwargs) if rule is None else rule(func, args, kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.in_state_dict:
+            _refuse(self)
+        return self.local().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertShard:
+        copied = self._like(self.local().detach().clone())
+        memo[id(self)] = copied
+        return copied
+
+    # torch.distributed.checkpoint calls these three.
+
+    def __create_write_items__(self, fqn: str, value: Any) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        sharding, local = self.shards.shardings[self.name_in_module], self.local()
+        properties, size = TensorProperties.create_from_tensor(local), torch.Size(sharding.shape)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, size),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [
+            ChunkStorageMetadata(
+                torch.Size(s.start for s in box.whole), torch.Size(s.stop - s.start for s in box.whole)
+            )
+            for box in self._boxes()
+        ]
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        box = next(box for box in self._boxes() if tuple(s.start for s in box.whole) == tuple(index.offset))
+        return self.local()[box.local]
+
+    def _boxes(self) -> list[Box]:
+        shards = self.shards
+        if not self.local().numel():
+            return []
+        share = None
+        if self.dtensor is not None:
+            mesh, rows = self.dtensor.device_mesh, self.dtensor.shape[0]
+            share = Share(0, row_range(rows, mesh.get_local_rank(), mesh.size()))
+        return shards.shardings[self.name_in_module].boxes(shards.place, shards.sizes, share)
+
+
+def total_norms(norms: Sequence[Tensor], groups: Sequence[ProcessGroup], p: float) -> list[Tensor]:
+    """p-norms over all ranks of each group, from this rank's. One exchange for each different group. Collective."""
+    result = list(norms)
+    for group in dict.fromkeys(groups):
+        chosen = [i for i, other in enumerate(groups) if other is group]
+        local = torch.stack([norms[i].detach().double().reshape(()) for i in chosen])
+        all_WN = gather_values(local, group, "the norm of expert gradients")
+        for i, total in zip(chosen, p_sum(all_WN, p), strict=True):
+            result[i] = total.to(norms[i].dtype)
+    return result
+
+
+def p_sum(norms_WN: Tensor, p: float) -> Tensor:
+    """[N] p-norms of vectors, of each of which [W, N] are the p-norms of its W parts."""
+    if p == math.inf:
+        return norms_WN.amax(0)
+    if p == -math.inf:
+        return norms_WN.amin(0)
+    if p == 0:
+        return norms_WN.sum(0)
+    return norms_WN.pow(p).sum(0).pow(1 / p)
+
+
+def _order(given: Any) -> float:
+    return 2.0 if given in (None, "fro") else float(given)
+
+
+def _norm(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    shard, p = args[0], _order(args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p")))
+    if len(args) > 2 or kwargs.get("dim") is not None or not isinstance(shard, ExpertShard):
+        return func(*args, **kwargs)
+    local = func(*args, **kwargs) if shard.numel() else torch.zeros((), dtype=shard.dtype, device=shard.device)
+    return total_norms([local], [shard.shards.group], p)[0]
+
+
+def _foreach_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    tensors: Sequence[Tensor] = args[0]
+    norms = list(func(*args, **kwargs))
+    chosen = [i for i, tensor in enumerate(tensors) if isinstance(tensor, ExpertShard)]
+    groups = [tensors[i].shards.group for i in chosen]  # type: ignore[attr-defined]
+    p = _order(args[1] if len(args) > 1 else kwargs.get("ord"))
+    for i, total in zip(chosen, total_norms([norms[i] for i in chosen], groups, p), strict=True):
+        norms[i] = total
+    return norms
+
+
+def _unscale(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``GradScaler`` skips a step if ``found_inf`` is set: all ranks of a group must skip the same steps."""
+    func(*args, **kwargs)
+    tensors, found_inf = args[0], args[1]
+    for group in dict.fromkeys(t.shards.group for t in tensors if isinstance(t, ExpertShard)):
+        found_inf.copy_(gather_values(found_inf.reshape(1), group, "infinite expert gradients").amax().reshape(()))
+
+
+def _keep(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Copies and casts of a shard are that shard."""
+    result, shard = func(*args, **kwargs), args[0]
+    if isinstance(shard, ExpertShard) and isinstance(result, Tensor) and result is not shard:
+        return shard._like(result)
+    return result
+
+
+_RULES: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm), _norm),
+    torch._foreach_norm: _foreach_norm,
+    torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
+    **dict.fromkeys(
+        (
+            Tensor.detach,
+            Tensor.clone,
+            Tensor.contiguous,
+            Tensor.to,
+            Tensor.cpu,
+            Tensor.cuda,
+            Tensor.float,
+            Tensor.double,
+            Tensor.half,
+            Tensor.bfloat16,
+            Tensor.data.__get__,  # type: ignore[attr-defined]
+            torch.clone,
+            torch.detach,
+        ),
+        _keep,
+    ),
+}
+_REFUSED = {Tensor.untyped_storage, Tensor.storage, Tensor._typed_storage, Tensor.numpy}
+
+
+def _refuse(shard: ExpertShard) -> NoReturn:
+    shards, rank = shard.shards, dist.get_rank(shard.shards.group)
+    sharding = shards.shardings[shard.name_in_module]
+    raise ConfigError(
+        f"this {shard.name_in_module} {tuple(shard.shape)} is the part of rank {rank} of {sharding.shape} over all "
+        f"experts; saving it would lose the experts of the other {dist.get_world_size(shards.group) - 1} ranks. "
+        "Save what moe_comm.state_dict(model) and moe_comm.optimizer_state_dict(model, optimizer) return (every rank "
+        "calls them), or use torch.distributed.checkpoint. For one file a rank: "
+        'moe_comm.state_dict(model, form="local").'
+    )
+
+
+def plain(value: Any) -> Any:
+    """``value``, or its plain tensor if it is an ``ExpertShard``."""
+    return value.local() if isinstance(value, ExpertShard) else value
+
+
+def spread_like(value: Any, held: Any) -> Any:
+    """``value``, which every rank holds whole, spread over ranks as ``held`` is; without communication.
+
+    Raises:
+        InputError: the shapes differ.
+    """
+    if not isinstance(held, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return value
+    if value.shape != held.shape:
+        raise InputError(f"a tensor has shape {tuple(value.shape)}; expected {tuple(held.shape)}")
+    value = value.to(held.to_local().device)
+    return distribute_tensor(value, held.device_mesh, held.placements, src_data_rank=None)

@@ -1,0 +1,239 @@
+"""One convention for the gradients of experts and of replicated parameters: both sums, or both means, over the ranks.
+
+Backward leaves two kinds of gradients, of this rank's loss ``l_r``:
+
+    replicated parameter    d l_r              this rank's tokens; the loop or DDP reduces it over the ranks
+    expert                  d (l_0 + l_1 ..)   tokens of all ranks of the expert-parallel group: dispatch brought them
+
+Ranks that hold the same experts (edp of them, in different expert-parallel groups) each have part of an expert's sum.
+After reduction, with W ranks in all:
+
+    sum     replicated  d (l_0 + .. + l_{W-1})       expert  sum over edp
+    mean    replicated  d (l_0 + .. + l_{W-1}) / W   expert  sum over edp / W
+
+DDP and FSDP2 take means. Under DDP, each gradient is multiplied by edp / W when backward delivers it, and averaged over
+edp when DDP reduces; an average may be repeated, so this is right with and without ``no_sync``.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from moe_comm.errors import ConfigError
+from moe_comm.layers.collectives import gather_values, sum_values
+from moe_comm.layers.data_parallel.audit import Audit
+from moe_comm.layers.data_parallel.expert_shard import ExpertShard, ExpertShards
+from moe_comm.layers.data_parallel.optimizers import mark_parameter, stop_watching, watch_steps
+
+Reduction = Literal["sum", "mean"]
+_MEANS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
+"""Communication hooks of torch for DDP that average."""
+
+
+class ExpertGradients:
+    """The gradients of one experts module, kept in the convention of the data-parallel wrapper around it.
+
+    Attributes:
+        shards: which part of each parameter this rank holds.
+        declared: the convention, where it was declared instead of detected; see ``prepare_ddp``.
+        prepared_for_fsdp: ``prepare_fsdp`` has sharded the experts.
+        left_to_caller: gradients stay as backward delivers them; see ``leave_gradients``.
+    """
+
+    def __init__(
+        self,
+        shards: ExpertShards,
+        replicated: Callable[[], nn.Parameter | None],
+        label: str,
+    ) -> None:
+        self.shards, self.label = shards, label
+        self._checked = True
+        self.declared: Reduction | None = None
+        self.prepared_for_fsdp = False
+        self.left_to_caller = False
+        self.audit: Audit | None = None
+        self._replicated = replicated
+        self._ddp: weakref.ref[Any] | None = None
+        self._scale = 1.0
+        self._edp: dict[ProcessGroup, ProcessGroup | None] = {}
+        self._hooked: dict[str, weakref.ref[Any]] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertGradients:
+        copied = ExpertGradients.__new__(ExpertGradients)
+        memo[id(self)] = copied
+        vars(copied).update(vars(self))
+        copied._replicated = deepcopy(self._replicated, memo)
+        copied._hooked, copied.audit, copied._ddp, copied._scale = {}, None, None, 1.0
+        return copied
+
+    def before_forward(self, experts: nn.Module) -> None:
+        """Find out who reduces gradients, and raise if that would reduce those of experts as replicated ones.
+
+        Raises:
+            ConfigError: a wrapper treats experts as replicated; the message has the line to write.
+        """
+        if self.prepared_for_fsdp or self.left_to_caller or not torch.is_grad_enabled():
+            return
+        for name in self.shards.shardings:
+            param = getattr(experts, name)
+            hooked = self._hooked.get(name)
+            if hooked is None or hooked() is not param:
+                self._hook(name, param)
+        self._watch(experts)
+        ddp = _active_ddp()
+        if ddp is not None and (self._ddp is None or self._ddp() is not ddp):
+            self._under(ddp, experts)
+
+    def stop_checking(self) -> None:
+        """Do not compare gradients before optimizer steps."""
+        self._checked = False
+        if self.audit is not None:
+            stop_watching(self.audit.expert)
+
+    def edp_group(self, group: ProcessGroup) -> ProcessGroup | None:
+        """The ranks of ``group`` that hold the same experts as this one; None if there is no other.
+
+        The first call for a group is collective over it.
+        """
+        if group not in self._edp:
+            self._edp[group] = _edp_group(self.shards.group, group)
+        return self._edp[group]
+
+    def _hook(self, name: str, param: Any) -> None:
+        if managed_by_fsdp(param):
+            raise ConfigError(_fsdp_line(self.label, f"treats the experts as replicated ({name})"))
+        if param.requires_grad:
+            param.register_hook(partial(self._delivered, param))
+            param.register_post_accumulate_grad_hook(partial(self._accumulated, name))
+            mark_parameter(param, self.shards, name)
+        self._hooked[name] = weakref.ref(param)
+
+    def _watch(self, experts: nn.Module) -> None:
+        """Compare gradients of the first trainable parameter of ``experts`` with those of a replicated one."""
+        replicated = self._replicated()
+        if replicated is None or (self.audit is not None and self.audit.replicated is replicated):
+            return
+        if managed_by_fsdp(replicated):
+            raise ConfigError(_fsdp_line(self.label, "leaves the experts alone, but averages the other gradients"))
+        trained = (getattr(experts, name) for name in self.shards.shardings)
+        expert = next((param for param in trained if param.requires_grad), None)
+        if self._checked and expert is not None and replicated.requires_grad:
+            self.audit = Audit(self.label, self.shards.group, expert, replicated)
+            watch_steps(expert, self.audit)
+
+    def _delivered(self, param: Tensor, grad: Tensor) -> Tensor | None:
+        if self.audit is not None and self.audit.expert is param:
+            self.audit.expert_delivered(grad)
+        return None if self._scale == 1.0 else grad * self._scale
+
+    def _accumulated(self, name: str, param: Tensor) -> None:
+        grad = param.grad
+        if grad is None:
+            return
+        ddp = None if self._ddp is None else self._ddp()
+        if ddp is not None and ddp.require_backward_grad_sync:
+            edp = self.edp_group(ddp.process_group)
+            if edp is not None:
+                grad.copy_(sum_values(_plain(grad), edp) / dist.get_world_size(edp))
+        if not isinstance(grad, ExpertShard):
+            param.grad = ExpertShard.of(grad, self.shards, name)
+
+    def _under(self, ddp: Any, experts: nn.Module) -> None:
+        """Follow the convention of a DDP wrapper.
+
+        Raises:
+            ConfigError: it reduces expert parameters, too, or its convention is not known.
+        """
+        own = {id(getattr(experts, name)) for name in self.shards.shardings}
+        reduced = [
+            name for name, p in ddp.module.named_parameters() if id(p) in own and name not in ddp.parameters_to_ignore
+        ]
+        if reduced:
+            raise ConfigError(
+                f"DistributedDataParallel treats the experts of layer {self.label!r} as replicated ({reduced[0]}): it "
+                "has overwritten them by those of rank 0. Build the model again and write\n"
+                "    model = DistributedDataParallel(moe_comm.prepare_ddp(model))"
+            )
+        group = ddp.process_group
+        world = dist.get_world_size(group)
+        if self.declared is None:
+            names = [getattr(hook, "__name__", str(hook)) for hook, _ in getattr(ddp, "_comm_hooks", [])]
+            if other := [name for name in names if name not in _MEANS]:
+                raise ConfigError(
+                    f"DistributedDataParallel has the communication hook {other[0]}; whether it sums or averages is "
+                    'not known. Say so: moe_comm.prepare_ddp(model, grad_reduction="sum") or "mean"'
+                )
+        edp = self.edp_group(group)
+        copies = 1 if edp is None else dist.get_world_size(edp)
+        # Averaged over edp afterwards, so that a repeated reduction changes nothing.
+        self._scale = float(copies) if self.declared == "sum" else copies / world
+        self._ddp = weakref.ref(ddp)
+        if self.audit is not None:
+            self.audit.group = group
+
+
+def _plain(grad: Tensor) -> Tensor:
+    return grad.local() if isinstance(grad, ExpertShard) else grad
+
+
+def _active_ddp() -> Any:
+    """The DistributedDataParallel whose forward runs, if any."""
+    module = sys.modules.get("torch.nn.parallel.distributed")
+    return None if module is None else module.DistributedDataParallel._get_active_ddp_module()
+
+
+def _edp_group(ep: ProcessGroup, group: ProcessGroup) -> ProcessGroup | None:
+    """The group of the ranks of ``group`` with this rank's place in their expert-parallel groups. Collective.
+
+    Raises:
+        ConfigError: ``group`` does not consist of whole expert-parallel groups of one size.
+    """
+    ranks = dist.get_process_group_ranks(ep)
+    size = dist.get_world_size(group)
+    if size == len(ranks) and dist.get_process_group_ranks(group) == ranks:
+        return None
+    own = torch.tensor([len(ranks), ranks[0], dist.get_rank(ep)])
+    found = gather_values(own, group, "finding the ranks that hold the same experts").tolist()
+    whole = {(first, place) for _, first, place in found}
+    if len({count for count, _, _ in found}) > 1 or len(whole) != size or size % len(ranks):
+        raise ConfigError(
+            f"the {size} ranks whose gradients are reduced must be whole expert-parallel groups of one size; their "
+            f"groups have {sorted({count for count, _, _ in found})} ranks"
+        )
+    everyone = dist.get_process_group_ranks(group)
+    mine = dist.get_rank(ep)
+    same = [rank for rank, (_, _, place) in zip(everyone, found, strict=True) if place == mine]
+    if len(same) == 1:
+        return None
+    made: ProcessGroup = dist.new_group(same, use_local_synchronization=True)
+    return made
+
+
+def managed_by_fsdp(param: Any) -> bool:
+    """Whether FSDP shards ``param``, a parameter as its module holds it now, gathered or not."""
+    if isinstance(param, DTensor) or not isinstance(param, nn.Parameter) or hasattr(param, "_fsdp_flattened"):
+        return True
+    # During a forward pass FSDP2 puts plain parameters into the modules; only its own state tells.
+    from torch.distributed._composable_state import _module_state_mapping
+
+    states = [reference() for reference in list(_module_state_mapping.values())]
+    groups = [group for state in states for group in getattr(state, "_fsdp_param_groups", ())]
+    return any(getattr(p, "_unsharded_param", None) is param for group in groups for p in group.fsdp_params)
+
+
+def _fsdp_line(label: str, what: str) -> str:
+    return (
+        f"fully_shard {what} in layer {label!r}. Before the first fully_shard of this model write\n"
+        "    moe_comm.prepare_fsdp(model)"
+    )

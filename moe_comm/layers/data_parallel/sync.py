@@ -1,0 +1,267 @@
+"""Reduce and clip the gradients of a model whose experts differ between ranks, and prepare it for DDP and FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from moe_comm.errors import ConfigError, NonFiniteLoss, UnsupportedModel
+from moe_comm.layers.collectives import gather_values, sum_values
+from moe_comm.layers.data_parallel.attach import expert_modules, expert_parameters, tensor_parallel
+from moe_comm.layers.data_parallel.expert_shard import plain, total_norms
+from moe_comm.layers.data_parallel.gradients import Reduction
+from moe_comm.layers.data_parallel.optimizers import mark_parameter
+
+_BUCKET_BYTES = 32 * 2**20
+
+
+@torch.no_grad()
+def sync_gradients(model: nn.Module, group: ProcessGroup | None = None, *, reduction: Reduction = "sum") -> None:
+    """Reduce every gradient of ``model`` over the ranks that hold parts of one batch. Collective over ``group``.
+
+    Call it after the last ``backward`` of a step, in a loop of your own without DDP or FSDP. Gradients of replicated
+    parameters are summed over ``group``. Those of experts already cover the expert-parallel group; they are summed
+    over the ranks of ``group`` that hold the same experts. With loss = (sum over this rank's tokens) / (tokens of all
+    ranks), the results are the gradients of one process.
+
+    Args:
+        model: holds layers built or swapped by this library; works without any, too.
+        group: None: the default group. Without ``torch.distributed`` nothing happens.
+        reduction: "mean" divides every gradient by the number of ranks, as DDP does: for a loss that is a mean over
+            this rank's tokens.
+
+    Raises:
+        ConfigError: DDP or FSDP reduces the gradients of this model.
+        PeerDied, PeerTimeout: a rank does not take part.
+    """
+    group = _group(group)
+    if group is None or dist.get_world_size(group) == 1:
+        return
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ConfigError("DistributedDataParallel reduces gradients during backward; do not call sync_gradients too")
+    if sharded := next((name for name, param in model.named_parameters() if isinstance(param, DTensor)), None):
+        raise ConfigError(f"FSDP reduces gradients during backward ({sharded}); do not call sync_gradients as well")
+    world = dist.get_world_size(group)
+    experts = {id(param) for param in expert_parameters(model).values()}
+    for _, module, gradients in expert_modules(model):
+        edp = gradients.edp_group(group)
+        if gradients.audit is not None:
+            gradients.audit.group = group
+        own = [param for param in module.parameters(recurse=False) if id(param) in experts]
+        if edp is not None:
+            _sum(own, edp)
+        if reduction == "mean":
+            for param in own:
+                if param.grad is not None:
+                    param.grad.div_(world)
+    sum_replicated_gradients(model, group, divide=world if reduction == "mean" else 1)
+
+
+@torch.no_grad()
+def sum_replicated_gradients(model: nn.Module, group: ProcessGroup | None = None, *, divide: int = 1) -> None:
+    """The part of ``sync_gradients`` that leaves experts alone. Collective over ``group``.
+
+    For a group that splits sequences (context parallelism) of a model whose experts span other ranks.
+
+    Args:
+        group: None: the default group.
+        divide: the sums are divided by this number.
+    """
+    group = _group(group)
+    if group is None or dist.get_world_size(group) == 1:
+        return
+    experts = {id(param) for param in expert_parameters(model).values()}
+    _sum([p for p in model.parameters() if p.requires_grad and id(p) not in experts], group, divide)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Scale all gradients of ``model`` so that their norm over all ranks is at most ``max_norm``. Collective.
+
+    The norm is that of one process: each expert and each part of a parameter counts once, wherever it is. It is the
+    same on every rank. Call it after gradients were reduced. Takes models under DDP, under FSDP2 (where
+    ``torch.nn.utils.clip_grad_norm_`` raises, as experts and other parameters lie on different meshes), and models
+    whose linears or attention were cut by ``swap_linears`` and ``swap_attention``.
+
+    Args:
+        norm_type: of the p-norm; ``inf`` for the largest magnitude.
+
+    Returns:
+        The norm before clipping, a scalar tensor.
+
+    Raises:
+        NonFiniteLoss: the norm is NaN or infinite, with ``error_if_nonfinite``; on every rank, and nothing is scaled.
+    """
+    p = float(norm_type)
+    families = _families(model)
+    grads = [grad for params in families.values() for grad in _local_grads(params)]
+    norms = []
+    for groups, params in families.items():
+        norm = _norm_of(_local_grads(params), p, next(model.parameters()).device)
+        for group in groups:
+            (norm,) = total_norms([norm], [group], p)
+        norms.append(norm)
+    total = torch.linalg.vector_norm(torch.stack(norms), p) if norms else torch.zeros(())
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise NonFiniteLoss(f"the norm of the gradients is {float(total)}; no gradient was scaled")
+    if grads:
+        scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(grads, scale)
+    return total
+
+
+def prepare_ddp(model: Any, *, grad_reduction: Reduction | None = None) -> Any:
+    """Make ``DistributedDataParallel(model)`` leave the experts to their ranks.
+
+        model = DistributedDataParallel(moe_comm.prepare_ddp(model))
+
+    ``swap_moe`` does this for the model that it is given; a model that contains that one, or that contains
+    ``MoELayer``, needs the call. Without it the first forward pass raises ``ConfigError``.
+
+    Args:
+        grad_reduction: how DDP's communication hook combines gradients. None: DDP's own mean, and the hooks of torch
+            that compress it; any other hook must be declared "sum" or "mean".
+
+    Returns:
+        ``model``.
+    """
+    names = expert_parameters(model)
+    if names:
+        before = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+        model._ddp_params_and_buffers_to_ignore = [*before, *(name for name in names if name not in before)]
+    for _, _, gradients in expert_modules(model):
+        gradients.declared = grad_reduction
+    return model
+
+
+def prepare_fsdp(
+    model: Any, group: ProcessGroup | None = None, *, grad_reduction: Reduction = "mean", **options: Any
+) -> Any:
+    """Shard the experts over the ranks that hold the same ones, before ``fully_shard`` shards the rest. Collective.
+
+        moe_comm.prepare_fsdp(model)
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+
+    ``fully_shard`` leaves alone what is sharded already. Without this call it would mix different experts, and the
+    first forward pass raises ``ConfigError``.
+
+    Args:
+        group: the ranks over which ``fully_shard`` shards the rest; None: the default group.
+        grad_reduction: "mean", as ``fully_shard`` does it; "sum" if you set its gradient divide factor to 1.
+        options: for ``fully_shard`` of the experts: ``mp_policy``, ``reshard_after_forward``, ``offload_policy``.
+
+    Returns:
+        ``model``.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    group = _group(group)
+    if group is None:
+        return model
+    alone: ProcessGroup | None = None
+    for _, module, gradients in expert_modules(model):
+        edp = gradients.edp_group(group)
+        if edp is None:
+            alone = alone or dist.new_group([dist.get_rank()], use_local_synchronization=True)
+            edp = alone
+        for name in gradients.shards.shardings:
+            # FSDP cannot reduce the gradient of a parameter without elements.
+            param = getattr(module, name)
+            param.requires_grad_(param.requires_grad and param.numel() > 0)
+        mesh = DeviceMesh.from_group(edp, next(module.parameters()).device.type, mesh_dim_names=("edp",))
+        fully_shard(module, mesh=mesh, **options)
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(dist.get_world_size(group) if grad_reduction == "mean" else 1.0)
+        # gloo has no pre-multiplied sum. With one rank torch divides twice where it is told to sum.
+        module.set_force_sum_reduction_for_comms(dist.get_world_size(edp) > 1)
+        if hasattr(module, "set_reduce_scatter_unused_params"):
+            module.set_reduce_scatter_unused_params(True, recurse=False)
+        gradients.prepared_for_fsdp = True
+        for name in gradients.shards.shardings:
+            mark_parameter(getattr(module, name), gradients.shards, name)
+    return model
+
+
+def _group(group: ProcessGroup | None) -> ProcessGroup | None:
+    if group is not None or not dist.is_initialized():
+        return group
+    return dist.group.WORLD
+
+
+def _sum(params: list[nn.Parameter], group: ProcessGroup, divide: int = 1) -> None:
+    """Sum gradients over ``group``, in buckets. A parameter without a gradient on any rank is left without."""
+    if not params:
+        return
+    have = torch.tensor([param.grad is not None for param in params], device=params[0].device)
+    anywhere = gather_values(have, group, "finding parameters with gradients").any(0).tolist()
+    params = [param for param, found in zip(params, anywhere, strict=True) if found]
+    for param in params:
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+        if param.grad.layout != torch.strided:
+            raise UnsupportedModel("sync_gradients takes dense gradients; a parameter has a sparse one")
+    for bucket in _buckets(plain(param.grad) for param in params):
+        total = sum_values(torch.cat([grad.reshape(-1) for grad in bucket]), group)
+        if divide > 1:
+            total = total / divide
+        parts = total.split([grad.numel() for grad in bucket])
+        torch._foreach_copy_(bucket, [part.view(grad.shape) for part, grad in zip(parts, bucket, strict=True)])
+
+
+def _buckets(grads: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Gradients of one dtype together, up to 32 MiB."""
+    held: dict[torch.dtype, list[Tensor]] = {}
+    for grad in grads:
+        bucket = held.setdefault(grad.dtype, [])
+        bucket.append(grad)
+        if sum(g.numel() for g in bucket) * grad.element_size() >= _BUCKET_BYTES:
+            yield held.pop(grad.dtype)
+    yield from held.values()
+
+
+Groups = tuple[ProcessGroup, ...]
+
+
+def _families(model: nn.Module) -> dict[Groups, list[nn.Parameter]]:
+    """Parameters by the groups over which their norm is summed: those whose ranks hold different elements of them."""
+    cut: dict[int, Groups] = {}
+    for _, module, gradients in expert_modules(model):
+        cut |= {id(getattr(module, name)): (gradients.shards.group,) for name in gradients.shards.shardings}
+    cut |= {id(param): (group,) for _, param, group in tensor_parallel(model)}
+    families: dict[Groups, list[nn.Parameter]] = {}
+    for param in model.parameters():
+        if param.requires_grad or param.grad is not None:
+            families.setdefault((*_mesh_groups(param), *cut.get(id(param), ())), []).append(param)
+    return families
+
+
+def _mesh_groups(param: Tensor) -> Groups:
+    if not isinstance(param, DTensor):
+        return ()
+    placed = enumerate(param.placements)
+    return tuple(param.device_mesh.get_group(dim) for dim, placement in placed if not placement.is_replicate())
+
+
+def _local_grads(params: list[nn.Parameter]) -> list[Tensor]:
+    grads = (param.grad for param in params if param.grad is not None)
+    return [grad.to_local() if isinstance(grad, DTensor) else plain(grad) for grad in grads]
+
+
+def _norm_of(grads: list[Tensor], p: float, device: torch.device) -> Tensor:
+    grads = [grad for grad in grads if grad.numel()]
+    if not grads:
+        return torch.zeros((), device=device)
+    norms = torch.stack([norm.float() for norm in torch._foreach_norm(grads, p)])
+    total: Tensor = torch.linalg.vector_norm(norms, p)
+    return total
