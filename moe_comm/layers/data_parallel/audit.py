@@ -19,6 +19,7 @@ decay in the gradient) are not compared. Steps 1, 2, 4, 8, ... are checked; each
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -63,14 +64,14 @@ class _Watched:
     """Collects the probes of one parameter."""
 
     def __init__(self, param: nn.Parameter) -> None:
-        self.param, self.active = param, True
+        self._param, self.active = weakref.ref(param), True
         self._delivered, self._magnitude = torch.zeros(2, NUM_PROBES, dtype=torch.float64)
 
     def deliver(self, grad: Tensor) -> None:
         """Take what backward is about to add to the gradient."""
         if not self.active:
             return
-        held = self.param.grad
+        held = self._held()
         if held is None or not _probe(held)[1].any():
             self._delivered, self._magnitude = torch.zeros(2, NUM_PROBES, dtype=torch.float64)
         elif not self._magnitude.any():
@@ -79,9 +80,14 @@ class _Watched:
         self._delivered += sums
         self._magnitude += magnitudes
 
+    def _held(self) -> Tensor | None:
+        param = self._param()
+        return None if param is None else param.grad
+
     def take(self) -> _Probed:
         """The probes, which start again from zero."""
-        final = torch.zeros(NUM_PROBES) if self.param.grad is None else _probe(self.param.grad)[0]
+        held = self._held()
+        final = torch.zeros(NUM_PROBES) if held is None else _probe(held)[0]
         words = _Probed(*(tuple(v.tolist()) for v in (self._delivered, self._magnitude, final)))
         self._delivered, self._magnitude = torch.zeros(2, NUM_PROBES, dtype=torch.float64)
         return words
@@ -93,16 +99,16 @@ class Audit:
     Args:
         label: the layer's name.
         ep_group: ranks that hold different experts.
-        expert, replicated: the two parameters. The owner calls ``expert_delivered`` from its own hook.
+        expert, replicated: the two parameters. The owner of the audit calls ``expert_delivered`` from its own hook.
 
     Attributes:
         group: all ranks whose gradients are reduced; None if not known.
     """
 
     def __init__(self, label: str, ep_group: ProcessGroup, expert: nn.Parameter, replicated: nn.Parameter) -> None:
-        self.label, self.ep_group, self.expert, self.replicated = label, ep_group, expert, replicated
+        self.label, self.ep_group = label, ep_group
         self.group = ep_group if dist.get_world_size(ep_group) == dist.get_world_size() else None
-        self._steps = 0
+        self._steps, self._stopped = 0, False
         self._of_expert, self._of_replicated = _Watched(expert), _Watched(replicated)
         replicated.register_hook(self._of_replicated.deliver)
 
@@ -110,12 +116,19 @@ class Audit:
         """Take a gradient of ``expert`` as backward delivers it, before it is scaled."""
         self._of_expert.deliver(grad)
 
+    def stop(self) -> None:
+        """Check nothing from now on."""
+        self._stopped = True
+        self._of_expert.active = self._of_replicated.active = False
+
     def before_step(self) -> None:
         """Check the gradients that an optimizer is about to use. Collective over the group.
 
         Raises:
             GradientMismatch: on every rank.
         """
+        if self._stopped:
+            return
         self._steps += 1
         due = _power_of_two(self._steps)
         self._of_expert.active = self._of_replicated.active = _power_of_two(self._steps + 1)

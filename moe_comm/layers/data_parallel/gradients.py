@@ -34,7 +34,7 @@ from moe_comm.errors import ConfigError
 from moe_comm.layers.collectives import gather_values, sum_values
 from moe_comm.layers.data_parallel.audit import Audit
 from moe_comm.layers.data_parallel.expert_shard import ExpertShard, ExpertShards
-from moe_comm.layers.data_parallel.optimizers import mark_parameter, stop_watching, watch_steps
+from moe_comm.layers.data_parallel.optimizers import mark_parameter, watch_steps
 
 Reduction = Literal["sum", "mean"]
 _MEANS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
@@ -67,14 +67,17 @@ class ExpertGradients:
         self._ddp: weakref.ref[Any] | None = None
         self._scale = 1.0
         self._edp: dict[ProcessGroup, ProcessGroup | None] = {}
-        self._hooked: dict[str, weakref.ref[Any]] = {}
+        self._audited = ""
+        self._seen: dict[str, tuple[Callable[[], Any], bool]] = {}
+        self._seen_replicated: weakref.ref[Any] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertGradients:
         copied = ExpertGradients.__new__(ExpertGradients)
         memo[id(self)] = copied
         vars(copied).update(vars(self))
         copied._replicated = deepcopy(self._replicated, memo)
-        copied._hooked, copied.audit, copied._ddp, copied._scale = {}, None, None, 1.0
+        copied._seen, copied._seen_replicated = {}, None
+        copied.audit, copied._ddp, copied._scale = None, None, 1.0
         return copied
 
     def before_forward(self, experts: nn.Module) -> None:
@@ -83,14 +86,17 @@ class ExpertGradients:
         Raises:
             ConfigError: a wrapper treats experts as replicated; the message has the line to write.
         """
-        if self.prepared_for_fsdp or self.left_to_caller or not torch.is_grad_enabled():
+        if self.prepared_for_fsdp or self.left_to_caller:
             return
         for name in self.shards.shardings:
-            param = getattr(experts, name)
-            hooked = self._hooked.get(name)
-            if hooked is None or hooked() is not param:
-                self._hook(name, param)
-        self._watch(experts)
+            param: Any = getattr(experts, name)
+            seen, hooked = self._seen.get(name, (_nothing, False))
+            same = seen() is param
+            if not same or (param.requires_grad and not hooked):
+                self._hook(name, param, hooked and same)
+        replicated = self._replicated()
+        if replicated is not None and (self._seen_replicated is None or self._seen_replicated() is not replicated):
+            self._watch(experts, replicated)
         ddp = _active_ddp()
         if ddp is not None and (self._ddp is None or self._ddp() is not ddp):
             self._under(ddp, experts)
@@ -99,7 +105,7 @@ class ExpertGradients:
         """Do not compare gradients before optimizer steps."""
         self._checked = False
         if self.audit is not None:
-            stop_watching(self.audit.expert)
+            self.audit.stop()
 
     def edp_group(self, group: ProcessGroup) -> ProcessGroup | None:
         """The ranks of ``group`` that hold the same experts as this one; None if there is no other.
@@ -110,30 +116,28 @@ class ExpertGradients:
             self._edp[group] = _edp_group(self.shards.group, group)
         return self._edp[group]
 
-    def _hook(self, name: str, param: Any) -> None:
+    def _hook(self, name: str, param: Any, hooked: bool) -> None:
         if managed_by_fsdp(param):
             raise ConfigError(_fsdp_line(self.label, f"treats the experts as replicated ({name})"))
-        if param.requires_grad:
-            param.register_hook(partial(self._delivered, param))
+        mark_parameter(param, self.shards, name)
+        if param.requires_grad and not hooked:
+            param.register_hook(partial(self._delivered, name))
             param.register_post_accumulate_grad_hook(partial(self._accumulated, name))
-            mark_parameter(param, self.shards, name)
-        self._hooked[name] = weakref.ref(param)
+        self._seen[name] = weakref.ref(param), hooked or param.requires_grad
 
-    def _watch(self, experts: nn.Module) -> None:
-        """Compare gradients of the first trainable parameter of ``experts`` with those of a replicated one."""
-        replicated = self._replicated()
-        if replicated is None or (self.audit is not None and self.audit.replicated is replicated):
-            return
+    def _watch(self, experts: nn.Module, replicated: nn.Parameter) -> None:
+        """Compare gradients of the first trainable parameter of ``experts`` with those of ``replicated``."""
         if managed_by_fsdp(replicated):
             raise ConfigError(_fsdp_line(self.label, "leaves the experts alone, but averages the other gradients"))
-        trained = (getattr(experts, name) for name in self.shards.shardings)
-        expert = next((param for param in trained if param.requires_grad), None)
-        if self._checked and expert is not None and replicated.requires_grad:
-            self.audit = Audit(self.label, self.shards.group, expert, replicated)
+        self._seen_replicated = weakref.ref(replicated)
+        name = next((name for name in self.shards.shardings if getattr(experts, name).requires_grad), None)
+        if self._checked and name is not None and replicated.requires_grad:
+            expert = getattr(experts, name)
+            self.audit, self._audited = Audit(self.label, self.shards.group, expert, replicated), name
             watch_steps(expert, self.audit)
 
-    def _delivered(self, param: Tensor, grad: Tensor) -> Tensor | None:
-        if self.audit is not None and self.audit.expert is param:
+    def _delivered(self, name: str, grad: Tensor) -> Tensor | None:
+        if self.audit is not None and self._audited == name:
             self.audit.expert_delivered(grad)
         return None if self._scale == 1.0 else grad * self._scale
 
@@ -181,6 +185,10 @@ class ExpertGradients:
         self._ddp = weakref.ref(ddp)
         if self.audit is not None:
             self.audit.group = group
+
+
+def _nothing() -> None:
+    """A reference to nothing."""
 
 
 def _plain(grad: Tensor) -> Tensor:

@@ -34,11 +34,6 @@ def watch_steps(param: Tensor, audit: Audit) -> None:
     setattr(param, _AUDIT, audit)
 
 
-def stop_watching(param: Tensor) -> None:
-    """Undo ``watch_steps``."""
-    setattr(param, _AUDIT, None)
-
-
 def wrap_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Make each tensor in ``state``, a state dict of ``optimizer``, that is one rank's part an ``ExpertShard``."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -65,7 +60,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 known = True
             if (audit := getattr(param, _AUDIT, None)) is not None:
                 audits.append(audit)
-    # Layers of one model are reduced alike; the first stands for all.
+    # The layers of a model are reduced in the same way: one is enough.
+    for audit in audits[1:]:
+        audit.stop()
     if audits:
         audits[0].before_step()
 
