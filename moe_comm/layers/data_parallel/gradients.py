@@ -28,12 +28,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from moe_comm.errors import ConfigError
 from moe_comm.layers.collectives import gather_values, sum_values
 from moe_comm.layers.data_parallel.audit import Audit
-from moe_comm.layers.data_parallel.expert_shard import ExpertShard, ExpertShards
+from moe_comm.layers.data_parallel.expert_shard import ExpertShard, ExpertShards, is_dtensor
 from moe_comm.layers.data_parallel.optimizers import mark_parameter, watch_steps
 
 Reduction = Literal["sum", "mean"]
@@ -230,7 +229,7 @@ def _edp_group(ep: ProcessGroup, group: ProcessGroup) -> ProcessGroup | None:
 
 def managed_by_fsdp(param: Any) -> bool:
     """Whether FSDP shards ``param``, a parameter as its module holds it now, gathered or not."""
-    if isinstance(param, DTensor) or not isinstance(param, nn.Parameter) or hasattr(param, "_fsdp_flattened"):
+    if is_dtensor(param) or not isinstance(param, nn.Parameter) or hasattr(param, "_fsdp_flattened"):
         return True
     # During a forward pass FSDP2 puts plain parameters into the modules; only its own state tells.
     from torch.distributed._composable_state import _module_state_mapping

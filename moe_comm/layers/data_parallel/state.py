@@ -14,12 +14,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from moe_comm.errors import ConfigError, InputError, UnsupportedModel
 from moe_comm.layers.data_parallel.attach import expert_modules, local_part, tensor_parallel
-from moe_comm.layers.data_parallel.expert_shard import ExpertShard, ExpertShards, spread_like
+from moe_comm.layers.data_parallel.expert_shard import ExpertShard, ExpertShards, is_dtensor, spread_like
 from moe_comm.layers.names import state_key
 
 Form = Literal["full", "sharded", "local"]
@@ -177,7 +176,7 @@ def _in_form(value: Any, form: Form, rank0_only: bool, cpu: bool) -> Any:
         if form == "full":
             return value.full(rank0_only=rank0_only, cpu=cpu)
         return value if form == "sharded" else value.local()
-    if form == "full" and isinstance(value, DTensor):
+    if form == "full" and is_dtensor(value):
         value = value.full_tensor()
     return value.cpu() if cpu and form == "full" and isinstance(value, Tensor) else value
 

@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from moe_comm.errors import ConfigError, NonFiniteLoss, UnsupportedModel
 from moe_comm.layers.collectives import gather_values, sum_values
 from moe_comm.layers.data_parallel.attach import expert_modules, expert_parameters, tensor_parallel
-from moe_comm.layers.data_parallel.expert_shard import plain, total_norms
+from moe_comm.layers.data_parallel.expert_shard import is_dtensor, plain, total_norms
 from moe_comm.layers.data_parallel.gradients import Reduction
 from moe_comm.layers.data_parallel.optimizers import mark_parameter
 
@@ -45,7 +44,7 @@ def sync_gradients(model: nn.Module, group: ProcessGroup | None = None, *, reduc
         return
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ConfigError("DistributedDataParallel reduces gradients during backward; do not call sync_gradients too")
-    if sharded := next((name for name, param in model.named_parameters() if isinstance(param, DTensor)), None):
+    if sharded := next((name for name, param in model.named_parameters() if is_dtensor(param)), None):
         raise ConfigError(f"FSDP reduces gradients during backward ({sharded}); do not call sync_gradients as well")
     world = dist.get_world_size(group)
     experts = {id(param) for param in expert_parameters(model).values()}
@@ -247,7 +246,7 @@ def _families(model: nn.Module) -> dict[Groups, list[nn.Parameter]]:
 
 
 def _mesh_groups(param: Tensor) -> Groups:
-    if not isinstance(param, DTensor):
+    if not is_dtensor(param):
         return ()
     placed = enumerate(param.placements)
     return tuple(param.device_mesh.get_group(dim) for dim, placement in placed if not placement.is_replicate())
@@ -255,7 +254,7 @@ def _mesh_groups(param: Tensor) -> Groups:
 
 def _local_grads(params: list[nn.Parameter]) -> list[Tensor]:
     grads = (param.grad for param in params if param.grad is not None)
-    return [grad.to_local() if isinstance(grad, DTensor) else plain(grad) for grad in grads]
+    return [grad.to_local() if is_dtensor(grad) else plain(grad) for grad in grads]
 
 
 def _norm_of(grads: list[Tensor], p: float, device: torch.device) -> Tensor:
