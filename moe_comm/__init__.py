@@ -77,7 +77,7 @@ __all__ = [
 # Before torch's first matmul, and only on machines where bf16 would otherwise kill the process.
 cpu_guard.apply()
 
-if "transformers" in sys.modules:
+if sys.modules.get("transformers") is not None:
     from moe_comm.integrations.hugging_face import register
 
     register()
