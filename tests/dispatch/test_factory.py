@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from moe_comm.dispatch import BACKENDS, DispatchOptions, Payloads, factory, make_dispatcher
@@ -112,13 +111,6 @@ def test_one_rank_gets_local_whatever_is_asked() -> None:
     for backend in BACKENDS:
         assert make_dispatcher(4, backend=backend).name == "local"
     assert "-> local" in explain_choice()
-
-
-def test_without_the_native_core_one_rank_works_in_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_comm.dispatch.factory.native_is_built", lambda: False)
-    x_TD, ids_TK = torch.arange(6.0).view(3, 2), torch.tensor([[1], [0], [-1]])
-    found = make_dispatcher(2).dispatch(x_TD, ids_TK)
-    assert found.rows_RD.tolist() == [[2, 3], [0, 1]] and found.layout.num_dropped == 1
 
 
 @pytest.mark.parametrize(
