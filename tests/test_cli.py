@@ -52,7 +52,7 @@ def error_line(capsys: pytest.CaptureFixture[str]) -> str:
         (["train", __file__], "is a .toml or .json file"),
         (["train", "huge"], "no configuration named 'huge'; ready ones: deepseek-v3"),
         (["train", "tiny", "--set", "run.step=3"], "did you mean 'run.steps'?"),
-        (["train", "tiny", "--resume", "always"], "checkpoint.resume: input should be 'no' or 'auto'"),
+        (["train", "tiny", "--resume", "always"], "checkpoint.resume: 'always' is neither no nor auto, nor the folder"),
         (["train", "tiny", "--restarts", "-1"], "--restarts"),
         (["train", "tiny", 'faults.plan=["klil:step=1"]'], "did you mean kill"),
         (["train", "tiny", "--ranks", "2", 'faults.plan=["kill:rank=2,step=1"]'], "there is no rank 2 among 2"),
@@ -144,9 +144,17 @@ def test_train_starts_the_ranks_it_was_told_to(monkeypatch: pytest.MonkeyPatch) 
     assert calls[1][1][1] == ["run.steps=5", "run.seed=7", "parallel.ranks=3", "checkpoint.resume=auto"]
 
 
-@pytest.mark.parametrize(("restarts", "resume"), [("0", []), ("2", ["checkpoint.resume=auto"])])
+@pytest.mark.parametrize(
+    ("given", "restarts", "resume"),
+    [
+        ([], "0", []),
+        ([], "2", ["checkpoint.resume=auto"]),
+        (["checkpoint.resume=a-run/checkpoints/step-00000002"], "0", []),
+        (["checkpoint.resume=a-run/checkpoints/step-00000002"], "1", ['checkpoint.resume="a-run"']),
+    ],
+)
 def test_ranks_that_are_started_again_go_on_with_their_run(
-    monkeypatch: pytest.MonkeyPatch, restarts: str, resume: list[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: list[str], restarts: str, resume: list[str]
 ) -> None:
     """And those that start for the first time do not take over an older one, unless they are told to."""
     import moe_comm.train
@@ -157,10 +165,14 @@ def test_ranks_that_are_started_again_go_on_with_their_run(
         calls.append(args)
         return SimpleNamespace(signal=0)
 
+    checkpoint = tmp_path / "a-run" / "checkpoints" / "step-00000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "COMPLETE").touch()
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
     monkeypatch.setattr(moe_comm.train, "run", run)
-    assert train_command.train_rank("tiny", ["run.steps=5"], 60.0) == 0
-    assert calls == [("tiny", ["run.steps=5", *resume])]
+    assert train_command.train_rank("tiny", ["run.steps=5", *given], 60.0) == 0
+    assert calls == [("tiny", ["run.steps=5", *given, *resume])]
 
 
 def test_mesh_shows_who_sits_where(capsys: pytest.CaptureFixture[str]) -> None:

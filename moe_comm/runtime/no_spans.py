@@ -40,7 +40,7 @@ class SpanRecorder:
 
     def __new__(cls, *args: Any) -> Self:
         made = super().__new__(cls)
-        made._names: dict[str, int] = {}  # type: ignore[misc]
+        made._names: dict[str, int] = {}  # type: ignore[attr-defined]
         return made
 
     @property

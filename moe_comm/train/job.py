@@ -147,8 +147,15 @@ def _train(
             stack.callback(saver.memory.close)
         passed_over: list[FaultRecord] = []
         first_step, source = 0, "fresh"
-        if config.checkpoint.resume != "no":
+        if folder.note:
+            progress.say(folder.note)
+        if folder.checkpoint is not None:
+            first_step, source = saver.resume(folder.checkpoint), "checkpoint"
+            progress.say(f"goes on after step {first_step} from {folder.checkpoint}")
+        elif config.checkpoint.resume != "no":
             first_step, source = go_on(saver, folder.checkpoints, ranks, progress.say, passed_over.append)
+        if ranks.is_first and first_step:
+            folder.forget_result()
         hosts = ranks.texts(socket.gethostname())
         attempts = None
         if ranks.is_first:
