@@ -5,6 +5,7 @@ The names below load their modules on first use, so that ``import moe_comm`` cos
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
         check_grads,
     )
     from moe_comm.topology import FoldedMesh, ParallelConfig
+
+    __version__: str
 
 _HOME = {
     "Dispatcher": "moe_comm.dispatch",
@@ -65,6 +68,7 @@ __all__ = [
     "RouterConfig",
     "Transformer",
     "TransformerConfig",
+    "__version__",
     "check_grads",
     "gather_state_dict",
     "make_dispatcher",
@@ -84,9 +88,27 @@ if sys.modules.get("transformers") is not None:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _version() -> str:
+    """The version in pyproject.toml: of the source tree, else as the installed package has it."""
+    import tomllib
+    from importlib import metadata
+    from pathlib import Path
+
+    with contextlib.suppress(OSError, KeyError, tomllib.TOMLDecodeError):
+        project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text("utf-8"))["project"]
+        if project["name"] == "moe_comm":
+            return str(project["version"])
+    try:
+        return metadata.version("moe_comm")
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def __dir__() -> list[str]:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+import moe_comm
 from moe_comm import cli
 from moe_comm.cli import options
 from moe_comm.cli import train as train_command
 from moe_comm.errors import MissingDependency, PeerTimeout
 from moe_comm.runtime.launch import RankFailed
+from moe_comm.runtime.shared import native_is_built
 
 CONFIG = str(Path(__file__).parent.parent / "examples" / "pydoc.toml")
 
@@ -76,6 +81,11 @@ def test_there_is_nothing_to_export_from_an_empty_run(tmp_path: Path, capsys: py
     assert not (tmp_path / "out").exists()
 
 
+def test_a_path_that_is_not_there_is_a_wrong_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["export", str(tmp_path / "nothing"), str(tmp_path / "out")]) == 2
+    assert error_line(capsys) == f"there is no run or checkpoint at {tmp_path / 'nothing'}"
+
+
 def test_malformed_toml_is_a_wrong_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "bad.toml").write_text("[run\n")
     assert cli.run(["train", str(tmp_path / "bad.toml")]) == 2
@@ -85,8 +95,12 @@ def test_malformed_toml_is_a_wrong_request(tmp_path: Path, capsys: pytest.Captur
 def test_a_missing_extra_names_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def absent(name: str) -> None:
-        raise ModuleNotFoundError("No module named 'pydantic.fields'", name="pydantic.fields")
+    real = importlib.import_module
+
+    def absent(name: str, package: str | None = None) -> Any:
+        if name == "moe_comm.train.config":
+            raise ModuleNotFoundError("No module named 'pydantic.fields'", name="pydantic.fields")
+        return real(name, package)
 
     monkeypatch.setattr(options.importlib, "import_module", absent)
     assert cli.run(["train", CONFIG]) == 2
@@ -175,6 +189,15 @@ def test_ranks_that_are_started_again_go_on_with_their_run(
     assert calls == [("tiny", ["run.steps=5", *given, *resume])]
 
 
+def test_version_is_that_of_pyproject(capsys: pytest.CaptureFixture[str]) -> None:
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    assert moe_comm.__version__ == project["version"]
+    assert cli.run(["--version"]) == 0
+    found = capsys.readouterr().out
+    assert found.startswith(f"moe-comm {project['version']}, torch {torch.__version__}, native core: "), found
+    assert ("native core: yes" in found) == native_is_built()
+
+
 def test_mesh_shows_who_sits_where(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["mesh", "tiny", "--ranks", "4", "parallel.tp=2", "--set", "parallel.ep=4"]) == 0
     shown = capsys.readouterr().out
@@ -187,6 +210,20 @@ def test_data_prepares_and_describes_a_text(tmp_path: Path, capsys: pytest.Captu
     assert cli.run(["data", "tiny", *arguments]) == 0
     assert "5,50" in capsys.readouterr().out, "bytes of the text, with an end"
     assert list((tmp_path / "cache").iterdir())
+
+
+def test_data_lists_the_files_that_it_skips_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "words.txt").write_text("some words\n" * 500)
+    (text / "picture.png").write_bytes(b"\x89PNG\xff")
+    (text / ".hidden").write_text("more words")
+    assert cli.run(["data", "tiny", f"data.source={text}", f"data.cache={tmp_path / 'cache'}", "data.seq_len=16"]) == 0
+    shown = capsys.readouterr().out
+    assert f"2 files of {text}" in shown
+    assert f"'{text / '.hidden'}' (hidden)" in shown
+    assert f"'{text / 'picture.png'}' (not UTF-8 text: invalid start byte)" in shown
+    assert "words.txt (" not in shown
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,12 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import metadata
+from typing import Annotated
 
 import typer
 
+import moe_comm
 from moe_comm.cli import check, diagnose, faults, observe, plan, report, train, tune, whatif
 from moe_comm.cli.bench import bench
 from moe_comm.errors import ConfigError, MissingDependency, MoeCommError
@@ -29,6 +32,39 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _versions() -> str:
+    """Loads neither torch nor anything else that takes long."""
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        torch = "not installed"
+    try:
+        from moe_comm import _C
+    except ImportError as error:
+        core = f"no ({error})"
+    else:
+        core = f"yes ({_C.isa()})"
+    return f"moe-comm {moe_comm.__version__}, torch {torch}, native core: {core}"
+
+
+def _print_versions(wanted: bool) -> None:
+    if wanted:
+        typer.echo(_versions())
+        raise typer.Exit
+
+
+@app.callback()
+def _of_all_commands(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_versions, is_eager=True, help="Print versions: ours, torch's, core."),
+    ] = False,
+) -> None:
+    pass
+
+
 app.add_typer(check.app)
 app.add_typer(train.app)
 app.add_typer(bench, name="bench")

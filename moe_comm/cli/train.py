@@ -15,6 +15,8 @@ from moe_comm.runtime.launch import Interrupted, init_ranks, launch, under_torch
 app = typer.Typer()
 WORDS = ("no", "auto")
 """What ``--resume`` takes beside a path."""
+MOST_SKIPPED = 20
+"""Files that ``data`` lists for each source."""
 LOADED = ("torch", "moe_comm.train.job", "moe_comm.train.inject", "torch.utils.tensorboard")
 """What takes a rank seconds to load, and is loaded once for all where ranks may be started again."""
 
@@ -97,9 +99,22 @@ def data(config: Config, overrides: Overrides = None, settings: Settings = None)
     configuration = load("moe_comm.train.config", "train")
     found = configuration.load(config, [*(overrides or []), *(settings or [])])
     corpus = load("moe_comm.train.corpus", "train")
-    for path in corpus.prepare_all(load("moe_comm.train.feed", "train").corpus_settings(found.data, found.run.seed)):
+    settings_of = load("moe_comm.train.feed", "train").corpus_settings
+    for path in corpus.prepare_all(settings_of(found.data, found.run.seed), scanned=_tell_skipped):
         lines = corpus.describe(path).lines()
         typer.echo("\n".join(f"{name:<18}{value}" for name, value in lines))
+
+
+def _tell_skipped(source: Any) -> None:
+    """List the files of a folder or pattern that are not read."""
+    if not source.skipped:
+        return
+    files = "1 file" if len(source.skipped) == 1 else f"{len(source.skipped):,} files"
+    typer.echo(f"{'skipped':<18}{files} of {source.spec.path}")
+    for path, reason in source.skipped[:MOST_SKIPPED]:
+        typer.echo(f"{'':<18}{str(path)!r} ({reason})")
+    if len(source.skipped) > MOST_SKIPPED:
+        typer.echo(f"{'':<18}and {len(source.skipped) - MOST_SKIPPED:,} more")
 
 
 @app.command()

@@ -37,10 +37,11 @@ class SpanRecorder:
     step = 0
     micro = 0
     device: Any = None
+    _names: dict[str, int]
 
     def __new__(cls, *args: Any) -> Self:
         made = super().__new__(cls)
-        made._names: dict[str, int] = {}  # type: ignore[attr-defined]
+        made._names = {}
         return made
 
     @property

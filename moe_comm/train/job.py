@@ -16,6 +16,7 @@ from statistics import fmean
 import torch
 import torch.distributed as dist
 
+import moe_comm
 from moe_comm.errors import CorruptPayload, MoeCommError, NonFiniteLoss, UnsettledStep, UnsupportedModel
 from moe_comm.layers.config import TransformerConfig
 from moe_comm.layers.flops import count_model
@@ -326,11 +327,8 @@ def _sample(config: TrainConfig, corpus: Corpus, folder: RunFolder) -> str:
 
 
 def _versions() -> dict[str, str]:
-    try:
-        installed = metadata.version("moe_comm")
-    except metadata.PackageNotFoundError:  # run from a source tree
-        installed = "unknown"
-    return {"torch": torch.__version__, "transformers": metadata.version("transformers"), "moe_comm": installed}
+    versions = {"torch": torch.__version__, "transformers": metadata.version("transformers")}
+    return versions | {"moe_comm": moe_comm.__version__}
 
 
 def _opening(
