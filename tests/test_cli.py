@@ -28,7 +28,11 @@ CONFIG = str(Path(__file__).parent.parent / "examples" / "pydoc.toml")
 
 def error_line(capsys: pytest.CaptureFixture[str]) -> str:
     """The one line on standard error, without its start."""
-    lines = capsys.readouterr().err.splitlines()
+    return error_line_of(capsys.readouterr().err)
+
+
+def error_line_of(shown: str) -> str:
+    lines = shown.splitlines()
     assert len(lines) == 1, lines
     assert lines[0].startswith("moe-comm: error: ")
     return lines[0].removeprefix("moe-comm: error: ")
@@ -132,6 +136,19 @@ def test_every_kind_of_failure_has_its_exit_code(
     assert lines[:-1] == (["the traceback"] if isinstance(raised, RankFailed) else [])
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_typed_error_of_ranks_is_one_line_and_a_traceback_if_asked_for(
+    ranks: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train", "tiny", "--ranks", str(ranks), f"data.cache={tmp_path}", "data.tokenizer=no/such/file"]
+    assert cli.run(arguments) == 2
+    line = error_line_of(capfd.readouterr().err)
+    assert cli.run([*arguments, "--traceback"]) == 2
+    *trace, last = capfd.readouterr().err.strip().splitlines()
+    assert error_line_of(last) == line and "data.tokenizer: cannot read 'no/such/file'" in line
+    assert trace[0].startswith("Traceback") and any("in load_tokenizer" in one for one in trace)
+
+
 def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError
@@ -150,11 +167,14 @@ def test_train_starts_the_ranks_it_was_told_to(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(train_command, "launch", launch)
     assert cli.run(["train", CONFIG]) == 0
-    more = ["--set", "run.seed=7", "--restarts", "4", "--resume", "auto"]
+    more = ["--set", "run.seed=7", "--restarts", "4", "--resume", "auto", "--traceback"]
     assert cli.run(["train", CONFIG, "--ranks", "3", "run.steps=5", *more]) == 0
     assert [call[2] for call in calls] == [2, 3]
     loaded = train_command.LOADED
-    assert [call[3] for call in calls] == [{"restarts": 0, "preload": ()}, {"restarts": 4, "preload": loaded}]
+    assert [call[3] for call in calls] == [
+        {"restarts": 0, "preload": (), "tracebacks": False},
+        {"restarts": 4, "preload": loaded, "tracebacks": True},
+    ]
     assert calls[1][1][1] == ["run.steps=5", "run.seed=7", "parallel.ranks=3", "checkpoint.resume=auto"]
 
 

@@ -19,7 +19,7 @@ from moe_comm.cli import check, diagnose, faults, observe, plan, report, train, 
 from moe_comm.cli.bench import bench
 from moe_comm.errors import ConfigError, MissingDependency, MoeCommError
 from moe_comm.runtime import cpu_guard
-from moe_comm.runtime.launch import Interrupted, RankFailed
+from moe_comm.runtime.launch import Interrupted
 
 USAGE_ERROR = 2
 # typer raises click's own exceptions, from whichever copy of click it carries.
@@ -91,10 +91,6 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, 128 + error.number)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", 128 + signal.SIGINT)
-    except RankFailed as error:
-        if error.details:
-            print(error.details, file=sys.stderr)
-        return _fail(error, 1)
     except MoeCommError as error:
         return _fail(error, 1)
     except OSError as error:
@@ -107,6 +103,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(error: object, code: int) -> int:
+    if details := getattr(error, "details", ""):
+        print(details, file=sys.stderr)
     text = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
     if text:
         print(f"moe-comm: error: {text}", file=sys.stderr)

@@ -40,6 +40,9 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Build it without memory; print parameters, memory and mapping.")
     ] = False,
+    tracebacks: Annotated[
+        bool, typer.Option("--traceback", help="If a rank fails, print its whole traceback before the error.")
+    ] = False,
 ) -> None:
     """Train an MoE language model, its attention and its experts folded onto the same ranks."""
     configuration = load("moe_comm.train.config", "train")
@@ -62,6 +65,7 @@ def train(
         found.parallel.ranks,
         restarts=restarts,
         preload=LOADED if restarts else (),
+        tracebacks=tracebacks,
     )
     if signal.SIGINT in ended_by and not under_torchrun():  # a single rank, which ran here: no launcher saw it
         raise Interrupted(signal.SIGINT)
