@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import moe_comm
-from moe_comm.errors import CorruptPayload, MoeCommError, NonFiniteLoss, UnsettledStep, UnsupportedModel
+from moe_comm.errors import CorruptPayload, MoeCommError, NonFiniteLoss, PeerError, UnsettledStep, UnsupportedModel
 from moe_comm.layers.config import TransformerConfig
 from moe_comm.layers.flops import count_model
 from moe_comm.observe.effective import effective_time
@@ -155,14 +155,14 @@ def _train(
             progress.say(f"goes on after step {first_step} from {folder.checkpoint}")
         elif config.checkpoint.resume != "no":
             first_step, source = go_on(saver, folder.checkpoints, ranks, progress.say, passed_over.append)
-        if ranks.is_first and first_step:
-            folder.forget_result()
         hosts = ranks.texts(socket.gethostname())
         attempts = None
         if ranks.is_first:
             begins_again = config.checkpoint.resume == "auto" and source == "fresh"
             earlier = carry_over(folder.path, config.run.name) if begins_again else None
             attempts = AttemptLog(folder.path, machinery.mesh, first_step, source, hosts, earlier)
+            if first_step:
+                folder.forget_result()
 
         def noticed(record: FaultRecord) -> None:
             if attempts is not None:
@@ -216,6 +216,7 @@ def _train(
             stack.callback(hook.close)
         if watch is not None:
             stack.push(watch)  # leaves first too: the others are not to wait for what ends a rank that has failed
+        signals: list[int] = []
         try:
             with stop_on_signals(trainer.request_stop) as signals:
                 status = trainer.fit()
@@ -227,11 +228,16 @@ def _train(
                 if not interrupted:
                     _export(saved, folder, ranks, progress)
         except BaseException as error:
-            if config.observe.events:
+            # A second Ctrl-C ends it at once; a rank that has not seen it yet sees its peers end.
+            stopped = isinstance(error, KeyboardInterrupt)
+            stopped = stopped or (signal.SIGINT in signals and isinstance(error, PeerError))
+            if config.observe.events and not stopped:
                 dump(folder.path, f"{type(error).__name__}: {error}")
             if ranks.is_first:
-                ended = {"status": "failed", "error": f"{type(error).__name__}: {error}", "steps": trainer.next_step}
-                folder.save_result(ended | _versions())
+                ended: dict[str, object] = {"status": "interrupted", "signal": int(signal.SIGINT)}
+                if not stopped:
+                    ended = {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+                folder.save_result(ended | {"steps": trainer.next_step} | _versions())
             if isinstance(error, RAISED_TOGETHER):
                 progress.say(_how_to_export(_save_end(trainer, saver)))
                 _close(machinery)

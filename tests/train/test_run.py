@@ -266,7 +266,9 @@ def test_a_second_ctrl_c_ends_at_once(settings: list[str], monkeypatch: pytest.M
     with watched(lambda report: [send(report) for _ in range(2)] and None), pytest.raises(KeyboardInterrupt):
         run(None, settings)
     folder = _one_folder(settings)
-    assert json.loads((folder / "result.json").read_text())["status"] == "failed"
+    result = json.loads((folder / "result.json").read_text())
+    assert (result["status"], result["signal"], "error" in result) == ("interrupted", signal.SIGINT, False)
+    assert not (folder / "dumps").exists() and not (folder / "faults.jsonl").exists(), "it is no fault"
     assert [line["step"] for line in lines_of(folder)] == [1]
 
 
