@@ -25,11 +25,12 @@ from moe_comm.observe.records import ATTEMPTS, METRICS, Attempt, read_lines
 
 @dataclass(frozen=True)
 class EffectiveTime:
-    """Where a run's wall-clock went, in seconds that add up to ``wall_s``. Pauses do not count: from where the user ended the
-    run to the next start.
+    """Where a run's wall-clock went, in seconds that add up to ``wall_s``. Pauses do not count: from where the user
+    ended the run to the next start.
 
-    productive_s: steps that counted. start_s: from a start of the processes to the first step, where no
-    fault came before. restart_s: from the last step before each fault to the first one after it: noticing it, starting again, and the step in progress.
+    productive_s: steps that counted. start_s: from a start of the processes to the first step, where no fault came
+    before. restart_s: from the last step before each fault to the first one after it: noticing it, starting again, and
+    the step in progress.
     again_s: steps that were done and lost, or left the weights as they were. checkpoint_s: what the steps that counted
     waited for checkpoints and copies in memory. other_s: all the rest, such as evaluation and saving at the end.
     lost_steps: done more than once. attempts: starts of the ranks.
