@@ -30,6 +30,7 @@ from moe_comm.topology import FoldedMesh
 from moe_comm.train import config as configuration
 from moe_comm.train.attempts import AttemptLog, carry_over
 from moe_comm.train.build import DTYPES, architecture_of, build
+from moe_comm.train.collapse import CollapseHint
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.corpus import Corpus, Statistics, prepare_all
 from moe_comm.train.feed import CorpusFeed, corpus_settings
@@ -189,6 +190,8 @@ def _train(
             hooks.append(saver.memory)
         if attempts is not None:
             hooks.append(attempts)
+        hint = CollapseHint(config, machinery.num_experts, machinery.top_k, progress.say)
+        hooks.append(hint)
         if config.run.gc_every:
             hooks.append(PlannedCollections(config.run.gc_every))
         if config.faults.plan:
@@ -262,6 +265,7 @@ def _train(
             effective = effective_time(folder.path, time.time())
             told: dict[str, object] = {"mapping": str(machinery.mesh.config)}
             told |= {} if effective is None else {"effective_time": effective.as_dict()}
+            told |= {"hint": hint.text} if hint.text else {}
             told |= {} if saver.memory is None else {"peer_memory": saver.memory.summary()}
             folder.save_result(asdict(result) | told | _versions())
             progress.say(_closing(result, statistics))
