@@ -69,7 +69,7 @@ def test_snippets_are_distributed_under_torchrun(name: str, call: str, tmp_path:
     (tmp_path / "script.py").write_text(
         snippet.replace("dispatcher.close()\n", "")
         + "found = layer.dispatcher if 'layer' in vars() else dispatcher\n"
-        + "print('rank', found.rank, 'holds', len(found.local_experts), flush=True)\n"
+        + "print(f'rank {found.rank} holds {len(found.local_experts)}\\n', end='', flush=True)\n"
         + "dist.destroy_process_group()\n"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
