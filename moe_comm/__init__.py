@@ -5,6 +5,7 @@ The names below load their modules on first use, so that ``import moe_comm`` cos
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
         sync_gradients,
     )
     from moe_comm.topology import FoldedMesh, ParallelConfig
+
+    __version__: str
 
 _HOME = {
     "Dispatcher": "moe_comm.dispatch",
@@ -85,6 +88,7 @@ __all__ = [
     "RouterConfig",
     "Transformer",
     "TransformerConfig",
+    "__version__",
     "check_grads",
     "clip_grad_norm_",
     "gather_state_dict",
@@ -106,16 +110,34 @@ __all__ = [
 # Before torch's first matmul, and only on machines where bf16 would otherwise kill the process.
 cpu_guard.apply()
 
-if "transformers" in sys.modules:
+if sys.modules.get("transformers") is not None:
     from moe_comm.integrations.hugging_face import register
 
     register()
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _version() -> str:
+    """The version in pyproject.toml: of the source tree, else as the installed package has it."""
+    import tomllib
+    from importlib import metadata
+    from pathlib import Path
+
+    with contextlib.suppress(OSError, KeyError, tomllib.TOMLDecodeError):
+        project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text("utf-8"))["project"]
+        if project["name"] == "moe_comm":
+            return str(project["version"])
+    try:
+        return metadata.version("moe_comm")
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def __dir__() -> list[str]:

@@ -8,7 +8,12 @@ from __future__ import annotations
 
 
 class MoeCommError(RuntimeError):
-    """Base of everything this library raises on purpose."""
+    """Base of everything this library raises on purpose.
+
+    details: the traceback on the rank that raised it, where ``launch`` was asked for tracebacks; else "".
+    """
+
+    details: str = ""
 
 
 class ConfigError(MoeCommError, ValueError):

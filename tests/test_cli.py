@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+import moe_comm
 from moe_comm import cli
 from moe_comm.cli import options
 from moe_comm.cli import train as train_command
 from moe_comm.errors import MissingDependency, PeerTimeout
 from moe_comm.runtime.launch import RankFailed
+from moe_comm.runtime.shared import native_is_built
 
 CONFIG = str(Path(__file__).parent.parent / "examples" / "pydoc.toml")
 
 
 def error_line(capsys: pytest.CaptureFixture[str]) -> str:
     """The one line on standard error, without its start."""
-    lines = capsys.readouterr().err.splitlines()
+    return error_line_of(capsys.readouterr().err)
+
+
+def error_line_of(shown: str) -> str:
+    lines = shown.splitlines()
     assert len(lines) == 1, lines
     assert lines[0].startswith("moe-comm: error: ")
     return lines[0].removeprefix("moe-comm: error: ")
@@ -52,7 +61,7 @@ def error_line(capsys: pytest.CaptureFixture[str]) -> str:
         (["train", __file__], "is a .toml or .json file"),
         (["train", "huge"], "no configuration named 'huge'; ready ones: deepseek-v3"),
         (["train", "tiny", "--set", "run.step=3"], "did you mean 'run.steps'?"),
-        (["train", "tiny", "--resume", "always"], "checkpoint.resume: input should be 'no' or 'auto'"),
+        (["train", "tiny", "--resume", "always"], "checkpoint.resume: 'always' is neither no nor auto, nor the folder"),
         (["train", "tiny", "--restarts", "-1"], "--restarts"),
         (["train", "tiny", 'faults.plan=["klil:step=1"]'], "did you mean kill"),
         (["train", "tiny", "--ranks", "2", 'faults.plan=["kill:rank=2,step=1"]'], "there is no rank 2 among 2"),
@@ -76,6 +85,11 @@ def test_there_is_nothing_to_export_from_an_empty_run(tmp_path: Path, capsys: py
     assert not (tmp_path / "out").exists()
 
 
+def test_a_path_that_is_not_there_is_a_wrong_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["export", str(tmp_path / "nothing"), str(tmp_path / "out")]) == 2
+    assert error_line(capsys) == f"there is no run or checkpoint at {tmp_path / 'nothing'}"
+
+
 def test_malformed_toml_is_a_wrong_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "bad.toml").write_text("[run\n")
     assert cli.run(["train", str(tmp_path / "bad.toml")]) == 2
@@ -85,8 +99,12 @@ def test_malformed_toml_is_a_wrong_request(tmp_path: Path, capsys: pytest.Captur
 def test_a_missing_extra_names_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def absent(name: str) -> None:
-        raise ModuleNotFoundError("No module named 'pydantic.fields'", name="pydantic.fields")
+    real = importlib.import_module
+
+    def absent(name: str, package: str | None = None) -> Any:
+        if name == "moe_comm.train.config":
+            raise ModuleNotFoundError("No module named 'pydantic.fields'", name="pydantic.fields")
+        return real(name, package)
 
     monkeypatch.setattr(options.importlib, "import_module", absent)
     assert cli.run(["train", CONFIG]) == 2
@@ -118,6 +136,19 @@ def test_every_kind_of_failure_has_its_exit_code(
     assert lines[:-1] == (["the traceback"] if isinstance(raised, RankFailed) else [])
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_typed_error_of_ranks_is_one_line_and_a_traceback_if_asked_for(
+    ranks: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train", "tiny", "--ranks", str(ranks), f"data.cache={tmp_path}", "data.tokenizer=no/such/file"]
+    assert cli.run(arguments) == 2
+    line = error_line_of(capfd.readouterr().err)
+    assert cli.run([*arguments, "--traceback"]) == 2
+    *trace, last = capfd.readouterr().err.strip().splitlines()
+    assert error_line_of(last) == line and "data.tokenizer: cannot read 'no/such/file'" in line
+    assert trace[0].startswith("Traceback") and any("in load_tokenizer" in one for one in trace)
+
+
 def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError
@@ -136,17 +167,28 @@ def test_train_starts_the_ranks_it_was_told_to(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(train_command, "launch", launch)
     assert cli.run(["train", CONFIG]) == 0
-    more = ["--set", "run.seed=7", "--restarts", "4", "--resume", "auto"]
+    more = ["--set", "run.seed=7", "--restarts", "4", "--resume", "auto", "--traceback"]
     assert cli.run(["train", CONFIG, "--ranks", "3", "run.steps=5", *more]) == 0
     assert [call[2] for call in calls] == [2, 3]
     loaded = train_command.LOADED
-    assert [call[3] for call in calls] == [{"restarts": 0, "preload": ()}, {"restarts": 4, "preload": loaded}]
+    assert [call[3] for call in calls] == [
+        {"restarts": 0, "preload": (), "tracebacks": False},
+        {"restarts": 4, "preload": loaded, "tracebacks": True},
+    ]
     assert calls[1][1][1] == ["run.steps=5", "run.seed=7", "parallel.ranks=3", "checkpoint.resume=auto"]
 
 
-@pytest.mark.parametrize(("restarts", "resume"), [("0", []), ("2", ["checkpoint.resume=auto"])])
+@pytest.mark.parametrize(
+    ("given", "restarts", "resume"),
+    [
+        ([], "0", []),
+        ([], "2", ["checkpoint.resume=auto"]),
+        (["checkpoint.resume=a-run/checkpoints/step-00000002"], "0", []),
+        (["checkpoint.resume=a-run/checkpoints/step-00000002"], "1", ['checkpoint.resume="a-run"']),
+    ],
+)
 def test_ranks_that_are_started_again_go_on_with_their_run(
-    monkeypatch: pytest.MonkeyPatch, restarts: str, resume: list[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: list[str], restarts: str, resume: list[str]
 ) -> None:
     """And those that start for the first time do not take over an older one, unless they are told to."""
     import moe_comm.train
@@ -157,10 +199,23 @@ def test_ranks_that_are_started_again_go_on_with_their_run(
         calls.append(args)
         return SimpleNamespace(signal=0)
 
+    checkpoint = tmp_path / "a-run" / "checkpoints" / "step-00000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "COMPLETE").touch()
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
     monkeypatch.setattr(moe_comm.train, "run", run)
-    assert train_command.train_rank("tiny", ["run.steps=5"], 60.0) == 0
-    assert calls == [("tiny", ["run.steps=5", *resume])]
+    assert train_command.train_rank("tiny", ["run.steps=5", *given], 60.0) == 0
+    assert calls == [("tiny", ["run.steps=5", *given, *resume])]
+
+
+def test_version_is_that_of_pyproject(capsys: pytest.CaptureFixture[str]) -> None:
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    assert moe_comm.__version__ == project["version"]
+    assert cli.run(["--version"]) == 0
+    found = capsys.readouterr().out
+    assert found.startswith(f"moe-comm {project['version']}, torch {torch.__version__}, native core: "), found
+    assert ("native core: yes" in found) == native_is_built()
 
 
 def test_mesh_shows_who_sits_where(capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,6 +230,20 @@ def test_data_prepares_and_describes_a_text(tmp_path: Path, capsys: pytest.Captu
     assert cli.run(["data", "tiny", *arguments]) == 0
     assert "5,50" in capsys.readouterr().out, "bytes of the text, with an end"
     assert list((tmp_path / "cache").iterdir())
+
+
+def test_data_lists_the_files_that_it_skips_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "words.txt").write_text("some words\n" * 500)
+    (text / "picture.png").write_bytes(b"\x89PNG\xff")
+    (text / ".hidden").write_text("more words")
+    assert cli.run(["data", "tiny", f"data.source={text}", f"data.cache={tmp_path / 'cache'}", "data.seq_len=16"]) == 0
+    shown = capsys.readouterr().out
+    assert f"2 files of {text}" in shown
+    assert f"'{text / '.hidden'}' (hidden)" in shown
+    assert f"'{text / 'picture.png'}' (not UTF-8 text: invalid start byte)" in shown
+    assert "words.txt (" not in shown
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,6 +61,24 @@ def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     namespace: dict[str, Any] = {"__name__": "snippet"}
     for code in compiled(page, "python"):
         exec(code, namespace)
+
+
+@pytest.mark.parametrize(("name", "call"), [("README.md", "MoELayer.build("), ("docs/dispatch.md", "make_dispatcher(")])
+def test_snippets_are_distributed_under_torchrun(name: str, call: str, tmp_path: Path) -> None:
+    snippet = next(text for _, text in blocks(ROOT / name, "python") if call in text)
+    (tmp_path / "script.py").write_text(
+        snippet.replace("dispatcher.close()\n", "")
+        + "found = layer.dispatcher if 'layer' in vars() else dispatcher\n"
+        + "print(f'rank {found.rank} holds {len(found.local_experts)}\\n', end='', flush=True)\n"
+        + "dist.destroy_process_group()\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert {"rank 0 holds 4", "rank 1 holds 4"} <= set(done.stdout.splitlines()), done.stdout
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

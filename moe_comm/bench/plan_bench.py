@@ -144,11 +144,11 @@ def tables(found: dict[str, Any]) -> list[Table]:
         hosts = f", {group['hosts']} hosts at {s['link_gbit']:g} Gbit/s" if group["hosts"] > 1 else ""
         table = Table(
             title=f"{group['ranks']} ranks{hosts}; {title}" if not shown else f"{group['ranks']} ranks{hosts}",
-            caption=f"planning picks {group['pick']}: {group['regret']:.1%} above the best",
+            caption=f"planning picks {group['pick']}: its step takes {group['regret']:.1%} longer than the fastest's",
             title_justify="left",
             caption_justify="left",
         )
-        for name in ("mapping", "measured, ms", "least", "predicted, ms", "error"):
+        for name in ("mapping", "measured, ms", "least, ms", "predicted, ms", "predicted off by"):
             table.add_column(name, justify="left" if name == "mapping" else "right", no_wrap=True)
         for row in group["mappings"]:
             cells = (f"{row[key]:,.0f}" for key in ("step_ms", "step_min_ms", "predicted_ms"))

@@ -61,6 +61,13 @@ def _number(value: float | None, digits: int = 3, unit: str = "") -> str:
     return "-" if value is None else f"{value:.{digits}g}{unit}" if value < 1000 else f"{value:,.0f}{unit}"
 
 
+def _against(ratio: float) -> str:
+    """``ratio`` of a time to the one it is compared with, so that no reader has to know which is above the line."""
+    if abs(ratio - 1) < 0.005:
+        return "as fast"
+    return f"{ratio:.3g}x slower" if ratio > 1 else f"{1 / ratio:.3g}x faster"
+
+
 def _heading(found: dict[str, Any], tokens: bool = True) -> str:
     s = found["settings"]
     per_rank = f"{s['tokens']} tokens a rank, " if tokens else ""
@@ -81,24 +88,24 @@ def _skipped(found: dict[str, Any]) -> str | None:
 
 
 def dispatch_tables(found: dict[str, Any]) -> list[Table]:
-    """Ours, the limit and the peers: milliseconds forward, and how many times faster ours is."""
-    table = _table(_heading(found), "", "dispatch ms", "combine ms", "speedup", caption=_skipped(found))
+    """Ours, the limit and the peers: milliseconds forward, and how each compares with ours."""
+    table = _table(_heading(found), "", "dispatch ms", "combine ms", "than moe_comm", caption=_skipped(found))
     table.add_row(f"moe_comm {found['backend']}", _number(found["dispatch_ms"]), _number(found["combine_ms"]), "")
     if found["dispatch_backward_ms"] is not None:
         table.add_row("  backward", _number(found["dispatch_backward_ms"]), _number(found["combine_backward_ms"]), "")
     if found["limit_ratio"] is not None:
-        ratio = f"{found['limit_ratio']:.2f}x the limit"
+        ratio = _against(1 / found["limit_ratio"])
         table.add_row("bare copies", _number(found["dispatch_limit_ms"]), _number(found["combine_limit_ms"]), ratio)
         above = found["overhead_us"]
         table.add_row("  ours above them", *(_number(above[p], unit=" µs") for p in ("dispatch", "combine")), "")
     for name, peer in found["peers"].items():
-        table.add_row(name, _number(peer["dispatch_ms"]), _number(peer["combine_ms"]), f"{peer['speedup']:.3g}x")
+        table.add_row(name, _number(peer["dispatch_ms"]), _number(peer["combine_ms"]), _against(peer["speedup"]))
     return [table]
 
 
 def layer_tables(found: dict[str, Any]) -> list[Table]:
     """Forward and backward of every contestant, its GFLOP/s, share of the GEMM rate, and memory."""
-    columns = ("ms", "EP", "forward", "backward", "total", "GFLOP/s", "of GEMM", "MiB", "speedup")
+    columns = ("ms", "EP", "forward", "backward", "total", "GFLOP/s", "of GEMM", "MiB", "than moe_comm")
     gemm = f"torch.mm alone, all ranks at once: {found['gemm_gflops']:.0f} GFLOP/s a rank"
     caption = "\n".join(filter(None, (gemm, _skipped(found))))
     table = _table(_heading(found), *columns, caption=caption)
@@ -111,13 +118,13 @@ def layer_tables(found: dict[str, Any]) -> list[Table]:
             _number(one["gflops"]),
             f"{one['gemm_fraction']:.0%}",
             _number(one.get("peak_memory_mib")),
-            "" if speedup is None else f"{speedup:.2f}x",
+            "" if speedup is None else _against(speedup),
         )
     return [table]
 
 
 def train_tables(found: dict[str, Any]) -> list[Table]:
-    """Tokens a second of every contestant, how many times faster ours is, and where our step's time goes."""
+    """Tokens a second of every contestant, how it compares with ours, and where our step's time goes."""
     s, m = found["settings"], found["machine"]
     heading = (
         f"{s['ranks']} ranks, {s['batch']} x {s['seq_len']} tokens a rank, {s['layers']} layers, D {s['hidden']}, "
@@ -127,12 +134,12 @@ def train_tables(found: dict[str, Any]) -> list[Table]:
     split = "our step: " + ", ".join(f"{part} {found['step'][part]:.1%}" for part in parts)
     gemm = f"torch.mm alone, all ranks at once: {found['gemm_gflops']:.0f} GFLOP/s in all"
     caption = "\n".join(filter(None, (split, gemm, _skipped(found))))
-    table = _table(heading, "", "tokens/s", "step ms", "MFU", "speedup", "loss differs by", caption=caption)
+    table = _table(heading, "", "tokens/s", "step ms", "MFU", "than moe_comm", "loss differs by", caption=caption)
     for name, one in {"moe_comm": found | {"speedup": None}, **found["peers"]}.items():
-        speedup = "" if one["speedup"] is None else f"{one['speedup']:.2f}x"
+        compared = "" if one["speedup"] is None else _against(one["speedup"])
         differs = f"{one['loss_rel_diff']:.0e}" if "loss_rel_diff" in one else ""
         table.add_row(
-            name, _number(one["tokens_per_s"]), _number(one["step_ms"]), f"{one['mfu']:.0%}", speedup, differs
+            name, _number(one["tokens_per_s"]), _number(one["step_ms"]), f"{one['mfu']:.0%}", compared, differs
         )
     return [table]
 
@@ -145,16 +152,17 @@ def overlap_tables(found: dict[str, Any]) -> list[Table]:
         f"{s['hosts']} hosts x {s['ranks_per_host']} rank(s), links of {s['link_gbit']:g} Gbit/s (measured {links}), "
         f"at most {s['chunks']} chunks; {_machine(found)}"
     )
-    worst, caption = found["slowest_case"], None
+    worst, caption = found["slowest_case"], HIDDEN
     if worst is not None:
         where = f"{worst['op']}, {worst['direction']}, {worst['rows']} rows"
-        caption = f"slowest: {found['slowest_vs_serial']:.3f} times serial ({where}, ratio {worst['ratio']:g})"
-    columns = ("ratio", "rows", "compute ms", "comm", "(wire)", "serial", "overlapped", "speedup", "hidden")
+        least = f"{_against(found['slowest_vs_serial'])} than serial ({where}, ratio {worst['ratio']:g})"
+        caption = f"overlapped gains least where it is {least}\n{HIDDEN}"
+    columns = ("ratio", "rows", "compute ms", "comm", "(wire)", "serial", "overlapped", "than serial", "hidden")
     table = _table(heading, "", *columns, caption=caption)
     for row in found["results"]:
         times = [_number(row[f"{name}_ms"]) for name in ("compute", "comm", "wire", "serial", "overlapped")]
         asked = (f"{row['op']}, {row['direction']}", f"{row['ratio']:g}", str(row["rows"]))
-        table.add_row(*asked, *times, f"{1 / row['vs_serial']:.2f}x", f"{row['hidden']:.2f}")
+        table.add_row(*asked, *times, _against(row["vs_serial"]), f"{row['hidden']:.2f}")
     return [table] * bool(found["results"]) + [_overlap_layers(found)] * bool(found["layer"])
 
 
@@ -164,21 +172,22 @@ def _overlap_layers(found: dict[str, Any]) -> Table:
     experts = f"{s['experts']} experts" if s["experts"] else "8 experts a rank"
     heading = f"MoE layer: {s['tokens']} tokens a rank, D {s['hidden']}, {experts}, K {s['top_k']}"
     reasons = {row["skipped"] for row in found["layer"]} - {None}
-    caption = "\n".join(f"Hugging Face's expert parallelism: {reason}" for reason in reasons) or None
-    columns = ("F", "", "compute ms", "comm", "serial", "overlapped", "hf ep", "of serial", "of hf", "hidden")
+    caption = "\n".join([HIDDEN, *(f"Hugging Face's expert parallelism: {reason}" for reason in reasons)])
+    columns = ("F", "", "compute ms", "comm", "serial", "overlapped", "hf ep", "than serial", "than hf ep", "hidden")
     table = _table(heading, *columns, caption=caption)
     for row in found["layer"]:
         for phase in ("forward", "backward", "total"):
             keys = [f"{n}_ms" if phase == "total" else f"{n}_{phase}_ms" for n in _LAYER_PARTS]
             times = [row.get(key) for key in keys]
             serial, overlapped, hf = times[2:]
-            gains = [None if other is None else other / overlapped for other in (serial, hf)]
+            gains = ["-" if other is None else _against(overlapped / other) for other in (serial, hf)]
             hidden = f"{row['hidden']:.2f}" if phase == "total" else ""
-            shown = [_number(time) for time in times] + ["-" if gain is None else f"{gain:.2f}x" for gain in gains]
+            shown = [_number(time) for time in times] + gains
             table.add_row(str(row["ffn"]), phase, *shown, hidden)
     return table
 
 
+HIDDEN = "hidden: share of the shorter of compute and comm that overlapping saves; 1 is all of it, below 0 is a loss"
 _LAYER_PARTS = ("compute", "comm", "serial", "overlapped", "hf_ep")
 
 
@@ -190,12 +199,12 @@ def hierarchical_tables(found: dict[str, Any]) -> list[Table]:
         f"{s['hosts']} hosts x {s['ranks_per_host']} ranks, links of {s['link_gbit']:g} Gbit/s (measured {links}), "
         f"{s['tokens']} tokens a rank, D {s['hidden']}, E {s['experts']}, K {s['top_k']}, float32; {_machine(found)}"
     )
-    columns = ("forward ms", "backward ms", "total ms", "speedup", "rows MB", "on the links MB")
+    columns = ("forward ms", "backward ms", "total ms", "than all_to_all", "rows MB", "on the links MB")
     table = _table(heading, "", *columns, caption="MB: sent between hosts by all ranks, forward and backward")
     for row in found["results"]:
         times = [_number(row[f"{phase}_ms"]) for phase in ("forward", "backward", "total")]
         sizes = ("" if row[key] is None else f"{row[key] / 1e6:.1f}" for key in ("counted_bytes", "link_bytes"))
-        table.add_row(row["contestant"], *times, f"{row['speedup']:.2f}x", *sizes)
+        table.add_row(row["contestant"], *times, _against(1 / row["speedup"]), *sizes)
     return [table]
 
 

@@ -9,14 +9,17 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import metadata
+from typing import Annotated
 
 import typer
 
+import moe_comm
 from moe_comm.cli import check, diagnose, faults, observe, plan, report, train, tune, whatif
 from moe_comm.cli.bench import bench
 from moe_comm.errors import ConfigError, MissingDependency, MoeCommError
 from moe_comm.runtime import cpu_guard
-from moe_comm.runtime.launch import Interrupted, RankFailed
+from moe_comm.runtime.launch import Interrupted
 
 USAGE_ERROR = 2
 # typer raises click's own exceptions, from whichever copy of click it carries.
@@ -29,6 +32,39 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _versions() -> str:
+    """Loads neither torch nor anything else that takes long."""
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        torch = "not installed"
+    try:
+        from moe_comm import _C
+    except ImportError as error:
+        core = f"no ({error})"
+    else:
+        core = f"yes ({_C.isa()})"
+    return f"moe-comm {moe_comm.__version__}, torch {torch}, native core: {core}"
+
+
+def _print_versions(wanted: bool) -> None:
+    if wanted:
+        typer.echo(_versions())
+        raise typer.Exit
+
+
+@app.callback()
+def _of_all_commands(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_versions, is_eager=True, help="Print versions: ours, torch's, core."),
+    ] = False,
+) -> None:
+    pass
+
+
 app.add_typer(check.app)
 app.add_typer(train.app)
 app.add_typer(bench, name="bench")
@@ -55,10 +91,6 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, 128 + error.number)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", 128 + signal.SIGINT)
-    except RankFailed as error:
-        if error.details:
-            print(error.details, file=sys.stderr)
-        return _fail(error, 1)
     except MoeCommError as error:
         return _fail(error, 1)
     except OSError as error:
@@ -71,6 +103,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(error: object, code: int) -> int:
+    if details := getattr(error, "details", ""):
+        print(details, file=sys.stderr)
     text = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
     if text:
         print(f"moe-comm: error: {text}", file=sys.stderr)

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from moe_comm.dispatch.exchange import SharedChannel
 from moe_comm.dispatch.handshake import meet
 from moe_comm.errors import ConfigError, HeapError
+from moe_comm.runtime.group_place import place_in
 from moe_comm.runtime.leaving import at_leave
 from moe_comm.runtime.shared import SharedGroup, host_word, native_is_built
 
@@ -65,14 +66,12 @@ def _configure(channel: SharedChannel, options: CollectiveOptions) -> None:
 
 def group_size(group: ProcessGroup | None) -> int:
     """Ranks in ``group``; 1 for None."""
-    if isinstance(group, ProcessGroup):
-        return group.size()
-    return 1 if group is None else dist.get_world_size(group)
+    return group.size() if isinstance(group, ProcessGroup) else place_in(group)[1]
 
 
 def group_rank(group: ProcessGroup | None) -> int:
     """This rank's place in ``group``; 0 for None."""
-    return 0 if group is None else dist.get_rank(group)
+    return place_in(group)[0]
 
 
 def channel_of(group: ProcessGroup) -> SharedChannel:
@@ -84,12 +83,10 @@ def channel_of(group: ProcessGroup) -> SharedChannel:
     """
     channel = _state.channels.get(group)
     if channel is None:
-        rank = dist.get_rank(group)
-        if rank < 0:
-            raise ConfigError("this process is not a rank of the group that it was given")
+        rank, world = place_in(group)
         for other in [other for other in _state.channels if not alive(other)]:
             del _state.channels[other]  # or destroyed groups would never be freed
-        channel = SharedChannel(group, rank, dist.get_world_size(group), _state.options.timeout_s)
+        channel = SharedChannel(group, rank, world, _state.options.timeout_s)
         _configure(channel, _state.options)
         same = {"checked": int(channel.checked), "shared_memory": int(channel.sharing)}
         told = {"host": host_word(), "native core": int(native_is_built())}

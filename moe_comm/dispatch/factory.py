@@ -12,11 +12,12 @@ from torch.distributed import ProcessGroup
 from moe_comm.dispatch.base import Dispatcher, DispatchOptions
 from moe_comm.dispatch.channel import Channel
 from moe_comm.dispatch.choice import Choice, GroupFacts, Traffic, choose
-from moe_comm.dispatch.handshake import digest, meet
+from moe_comm.dispatch.handshake import meet
 from moe_comm.dispatch.local import LocalDispatcher
 from moe_comm.dispatch.peer_access import access_word, device_word, problem_of
 from moe_comm.dispatch.relay_routes import HostMap
 from moe_comm.errors import ConfigError, MoeCommError
+from moe_comm.runtime.group_place import place_in
 from moe_comm.runtime.shared import host_word, native_is_built
 from moe_comm.topology import ExpertPlacement
 
@@ -49,7 +50,7 @@ def make_dispatcher(
         PeerDied, PeerTimeout: a rank does not take part.
     """
     options = options or DispatchOptions()
-    world, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    rank, world = place_in(group)
     placement: ExpertPlacement | None = None
     fault: MoeCommError | None = None
     try:
@@ -63,10 +64,10 @@ def make_dispatcher(
             raise fault or ConfigError("no placement")
         return _local(placement, group, options)
     same = {
-        "backend": digest(backend),
+        "backend": backend,
         "number of experts": num_experts,
-        "experts per rank": digest(None if experts_per_rank is None else tuple(experts_per_rank)),
-        "expected traffic": digest(traffic),
+        "experts per rank": None if experts_per_rank is None else tuple(experts_per_rank),
+        "expected traffic": traffic,
     }
     choice = _meet(group, rank, world, options, traffic, device, same, fault)
     assert placement is not None, "a fault is raised by every rank"
@@ -87,11 +88,11 @@ def explain_choice(
 ) -> str:
     """The table by which ``auto`` chooses: each backend, why it cannot be used or what it would cost. Collective."""
     options = options or DispatchOptions()
-    if group is None or dist.get_world_size(group) == 1:
+    rank, world = place_in(group)
+    if group is None or world == 1:
         facts = GroupFacts(1, 1, native_is_built(), torch.device(device or "cpu").type, "nothing")
         return str(choose(facts, traffic or _traffic(options)))
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    return str(_meet(group, rank, world, options, traffic, device, {"expected traffic": digest(traffic)}, None))
+    return str(_meet(group, rank, world, options, traffic, device, {"expected traffic": traffic}, None))
 
 
 def _meet(
@@ -101,16 +102,16 @@ def _meet(
     options: DispatchOptions,
     traffic: Traffic | None,
     device: torch.device | str | None,
-    same: dict[str, int],
+    same: dict[str, object],
     fault: MoeCommError | None,
 ) -> Choice:
     """Learn from every rank what the choice depends on, and choose alike."""
     channel = Channel(group, rank, world, options.timeout_s)
     where = torch.device(device) if device is not None else channel.rows_device
     same = {**same, "deterministic": int(options.deterministic), "rows on the CPU": int(where.type == "cpu")}
-    same["payloads"] = digest(options.payloads)
+    same["payloads"] = options.payloads
     same["checksums"] = int(options.checksums)
-    same["options of peer_to_peer"] = digest(options.peer_to_peer)
+    same["options of peer_to_peer"] = options.peer_to_peer
     told = {
         "host": host_word(),
         "native": int(native_is_built()),

@@ -5,6 +5,9 @@ At construction, once (fixed size, whatever the ranks disagree on):
     word   0        1..3      4             5..           FACTS
            nonce    process   fault kind    facts         text of the fault
 
+A fact that is not a number travels as its checksum. Where checksums differ, all ranks see it, and exchange the values
+in words in a second all-gather of fixed size, so that the error can name the fields that differ.
+
 Before every operation (one all-gather, its size fixed by the number of experts):
 
     header.WORDS    tokens    device    bad ids    first bad slot    its id    | rows for each expert [E]
@@ -17,7 +20,7 @@ from __future__ import annotations
 import secrets
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +38,9 @@ from moe_comm.topology import ExpertPlacement
 
 FACTS = 14
 TEXT_BYTES = 400
+VALUES_BYTES = 4096
+VALUE_CHARS = 200
+"""Longest text of one value, so that those of all fields fit into ``VALUES_BYTES``."""
 EXTRA = 5
 DEVICES = ("cpu", "cuda", "xpu", "mps", "meta")
 
@@ -50,7 +56,7 @@ def meet(
     channel: Channel,
     group: ProcessGroup,
     what: str,
-    same: Mapping[str, int],
+    same: Mapping[str, object],
     told: Mapping[str, int] | None = None,
     fault: MoeCommError | None = None,
 ) -> dict[str, list[int]]:
@@ -59,7 +65,8 @@ def meet(
     Args:
         channel: learns who its peers are.
         what: what is being built, for messages.
-        same: settings that must be equal on all ranks; at most ``FACTS`` with ``told``.
+        same: settings that must be equal on all ranks, of any type; at most ``FACTS`` with ``told``. The error names
+            the fields of a dataclass that differ.
         told: facts that may differ.
         fault: an error in this rank's own settings; raised here and, with its text, on every rank.
 
@@ -69,7 +76,8 @@ def meet(
     Raises:
         RankMismatch: a setting differs. ConfigError or the fault's own class: some rank's settings are bad.
     """
-    facts = {**same, **(told or {})}
+    numbers = {name: value if isinstance(value, int) else digest(value) for name, value in same.items()}
+    facts = {**numbers, **(told or {})}
     if len(facts) > FACTS:
         raise ConfigError(f"{what}: at most {FACTS} facts fit the exchange; got {len(facts)}")
     words = np.zeros(2 + peers.WORDS + FACTS + TEXT_BYTES // 8, np.int64)
@@ -92,25 +100,58 @@ def meet(
             text = row[start + FACTS :].tobytes().rstrip(b"\0").decode(errors="replace")
             raise FAULTS[int(row[start - 1]) - 1](f"rank {rank}: {text}")
     found = {name: [int(v) for v in rows[:, start + i]] for i, name in enumerate(facts)}
-    for name in same:
-        if len(set(found[name])) > 1:
-            given = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(found[name]))
-            raise RankMismatch(
-                f"ranks disagree on {name} when building {what}: {given}. Every rank of a group must build it alike."
-            )
+    if differing := [name for name in same if len(set(found[name])) > 1]:
+        raise _mismatch(channel, what, {name: same[name] for name in differing})
     return found
 
 
-def settings_of(dispatcher: Dispatcher) -> dict[str, int]:
+def _mismatch(channel: Channel, what: str, own: Mapping[str, object]) -> RankMismatch:
+    """The error that names the fields of ``own`` that differ, and their values by rank. Collective."""
+    lines = [f"{field}\t{text[:VALUE_CHARS]}" for name, value in own.items() for field, text in _in_words(name, value)]
+    raw = "\n".join(lines).encode()[:VALUES_BYTES]
+    sent = torch.zeros(VALUES_BYTES, dtype=torch.uint8)
+    sent[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    rows = channel.all_gather(sent.to(channel.control_device), f"comparing {what}").cpu().numpy()
+    texts = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
+    by_rank = [dict(line.partition("\t")[::2] for line in text.split("\n")) for text in texts]
+    named = dict.fromkeys(field for values in by_rank for field in values)
+    given = {field: [values.get(field, "not given") for values in by_rank] for field in named}
+    listed = "; ".join(
+        f"{field}: " + ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+        for field, values in given.items()
+        if len(set(values)) > 1
+    )
+    names = ", ".join(own)
+    return RankMismatch(
+        f"ranks disagree on {names} when building {what}: "
+        f"{listed.removeprefix(f'{names}: ') or 'their values are too long to show'}. "
+        "Every rank of a group must build it alike."
+    )
+
+
+def _in_words(name: str, value: object) -> list[tuple[str, str]]:
+    """``value`` under ``name``; the fields of a dataclass and the entries of a mapping each under their own."""
+    if is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    if not isinstance(value, Mapping):
+        return [(name, " ".join(repr(value).split()))]
+    return [
+        (key if key == inner else f"{key}.{inner}", text)
+        for key, item in value.items()
+        for inner, text in _in_words(str(key), item)
+    ]
+
+
+def settings_of(dispatcher: Dispatcher) -> dict[str, object]:
     """What must be equal on all ranks that build a dispatcher."""
     options, placement = dispatcher.options, dispatcher.placement
     return {
-        "backend": digest(dispatcher.name),
+        "backend": dispatcher.name,
         "number of experts": placement.num_experts,
-        "experts per rank": digest(placement.experts_per_rank),
+        "experts per rank": placement.experts_per_rank,
         "deterministic": int(options.deterministic),
         "checked": int(options.checked),
-        "payloads": digest(options.payloads),
+        "payloads": options.payloads,
         "checksums": int(options.checksums),
     }
 

@@ -41,7 +41,7 @@ from torch.distributed import ProcessGroup
 from moe_comm.dispatch.base import Dispatcher, DispatchOptions, Layout
 from moe_comm.dispatch.channel import Channel
 from moe_comm.dispatch.group_scales import Groups, decode_groups, encode_groups, rounded_in_groups
-from moe_comm.dispatch.handshake import Counts, Handshake, describe, digest, meet, settings_of
+from moe_comm.dispatch.handshake import Counts, Handshake, describe, meet, settings_of
 from moe_comm.dispatch.header import Header
 from moe_comm.dispatch.inside_host import InsideHost, InsideLayout
 from moe_comm.dispatch.payload import Payload, bytes_per_row, pack, rounded, unpack
@@ -142,7 +142,7 @@ class HierarchicalDispatcher(Dispatcher):
         if hosts is not None and len(hosts) != self.world:
             fault = ConfigError(f"hosts must have a number for each of the {self.world} ranks; got {len(hosts)}")
         pieces = Pieces() if pieces is None else pieces
-        same = settings_of(self) | {"hosts": digest(None if hosts is None else tuple(hosts)), "pieces": digest(pieces)}
+        same = settings_of(self) | {"hosts": None if hosts is None else tuple(hosts), "pieces": pieces}
         told = {"host": host_word(), "native": int(native_is_built())}
         found = meet(self.channel, group, f"the {self.name} dispatcher", same, told, fault)
         self.hosts = HostMap.of(found["host"] if hosts is None else hosts)

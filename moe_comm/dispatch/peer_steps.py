@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from moe_comm.dispatch.base import Dispatcher, DispatchOptions, Layout
 from moe_comm.dispatch.channel import Channel
 from moe_comm.dispatch.group_scales import rounded_in_groups
-from moe_comm.dispatch.handshake import digest, meet, settings_of
+from moe_comm.dispatch.handshake import meet, settings_of
 from moe_comm.dispatch.header import Header, fault_word
 from moe_comm.dispatch.payload import rounded
 from moe_comm.dispatch.peer_access import launcher_for
@@ -84,8 +84,8 @@ class PeerSteps(Dispatcher):
             self.channel = Channel(group, rank, self.world, self.options.timeout_s)
             same = {
                 **settings_of(self),
-                "options of peer_to_peer": digest(self.own),
-                "device": digest(self.device.type),
+                "options of peer_to_peer": self.own,
+                "device": self.device.type,
             }
             meet(self.channel, group, f"the {self.name} dispatcher", same, fault=fault)
         if fault is not None or launcher is None:

@@ -25,7 +25,6 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -35,7 +34,7 @@ from moe_comm.dispatch.channel import Channel
 from moe_comm.dispatch.deferred import DeferredDispatcher
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.autocast import compute_dtype
-from moe_comm.layers.collectives import channel_of, gather_values, group_rank
+from moe_comm.layers.collectives import channel_of, gather_values, group_rank, group_size
 from moe_comm.layers.data_parallel import ExpertShards, attach_experts, prepare_ddp
 from moe_comm.layers.experts import Experts, Part
 from moe_comm.layers.linear import ParallelModule
@@ -185,7 +184,7 @@ class MoELayer(ParallelModule):
         Raises:
             ConfigError: ``etp`` does not divide the ranks of ``group`` or ``config.ffn``.
         """
-        ranks = 1 if group is None else dist.get_world_size(group)
+        ranks = group_size(group)
         if etp < 1 or ranks % etp:
             raise ConfigError(f"etp = {etp} must divide the {ranks} ranks that share one set of experts")
         if config.ffn % etp:

@@ -25,10 +25,12 @@ from moe_comm.observe.records import ATTEMPTS, METRICS, Attempt, read_lines
 
 @dataclass(frozen=True)
 class EffectiveTime:
-    """Where a run's wall-clock went, in seconds that add up to ``wall_s``.
+    """Where a run's wall-clock went, in seconds that add up to ``wall_s``. Pauses do not count: from where the user
+    ended the run to the next start.
 
-    productive_s: steps that counted. start_s: from the first start of the processes to the first step. restart_s: from
-    the last step before each fault to the first one after it: noticing it, starting again, and the step in progress.
+    productive_s: steps that counted. start_s: from a start of the processes to the first step, where no fault came
+    before. restart_s: from the last step before each fault to the first one after it: noticing it, starting again, and
+    the step in progress.
     again_s: steps that were done and lost, or left the weights as they were. checkpoint_s: what the steps that counted
     waited for checkpoints and copies in memory. other_s: all the rest, such as evaluation and saving at the end.
     lost_steps: done more than once. attempts: starts of the ranks.
@@ -97,17 +99,22 @@ def effective_time(run: Path, end_s: float | None = None) -> EffectiveTime | Non
             checkpoint_s += checkpoint
         else:
             again_s += total
-    restart_s = 0.0
+    restart_s = paused_s = 0.0
+    start_s = first.ready_s - first.started_s
     for before, attempt in pairwise(attempts):
         since = before.ready_s if math.isnan(attempt.last_s) else max(attempt.last_s, before.ready_s)
-        restart_s += max(attempt.ready_s - since, 0.0)
+        if attempt.ended:
+            paused_s += max(attempt.started_s - since, 0.0)
+            start_s += attempt.ready_s - max(attempt.started_s, since)
+        else:
+            restart_s += max(attempt.ready_s - since, 0.0)
     return EffectiveTime(
         attempts=len(attempts),
         steps=steps,
         lost_steps=sum(attempt.lost_steps for attempt in attempts),
-        wall_s=max(end_s - first.started_s, 0.0),
+        wall_s=max(end_s - first.started_s - paused_s, 0.0),
         productive_s=productive_s,
-        start_s=first.ready_s - first.started_s,
+        start_s=start_s,
         restart_s=restart_s,
         again_s=again_s + sum(attempt.lost_s for attempt in attempts),
         checkpoint_s=checkpoint_s,

@@ -127,7 +127,8 @@ class Attempt:
     from 1. started_s: of the processes; ready_s: when the first step began. Seconds since 1970.
 
     Of the attempt before this one: last_s: when its last step ended. lost_steps: that it had done and are done again;
-    lost_s: seconds they had taken.
+    lost_s: seconds they had taken. ended: "interrupted" by Ctrl-C, "finished" or "time limit" where the user ended it:
+    the time until this one is no fault's.
     """
 
     number: int
@@ -141,6 +142,7 @@ class Attempt:
     last_s: float = math.nan
     lost_steps: int = 0
     lost_s: float = 0.0
+    ended: str = ""
 
 
 @dataclass(frozen=True)

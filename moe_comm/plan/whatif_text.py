@@ -108,15 +108,18 @@ def text(found: WhatIf) -> str:
     slow = found.slowdown_S
     if len(found.steps) > 1 and slow.max() >= SLOW:
         lines.append(
-            f"by step  {slow.min():.3f} to {slow.max():.3f}, median {np.median(slow):.3f}; slowest: "
+            f"slowdown by step: {slow.min():.3f} to {slow.max():.3f}, median {np.median(slow):.3f}; slowest: "
             + "  ".join(f"{found.steps[at]}: {slow[at]:.3f}" for at in np.argsort(-slow, kind="stable")[:PLACES])
         )
     # Names come from files: nothing in them may steer a terminal.
     names = {"".join(one if one.isprintable() else "?" for one in name): name for name in found.by_operation}
     slowest = [(name, found.by_operation[whole]) for name, whole in names.items()]
     shown = [(name[:80], value) for name, value in slowest if value >= SLOW][:OPERATIONS]
+    lines.append("slowdown by kind of operation, if only that kind had been as slow as it was (1.000: costs nothing)")
     lines += [f"  {value:6.3f}  {name}" for name, value in shown] or ["  no kind of operation alone costs 1%"]
-    lines += _places(found)
+    if places := _places(found):
+        lines.append("slowdown by place, if only the ranks there had been as slow (place: slowdown, the slowest first)")
+        lines += places
     stages = len(found.by_place.get("pp", ()))
     for share, who in (
         (found.mended_workers, f"the slowest ranks ({', '.join(map(str, found.worst_ranks[:8]))}) were mended"),
@@ -146,7 +149,7 @@ def _places(found: WhatIf) -> list[str]:
         parts = [f"{place}: {value:.3f}" for place, value in worst if value >= SLOW]
         key = tuple(value for _, value in values)
         if parts and len(values) > 1 and key not in told:  # the same ranks by another name
-            lines.append(f"{name}  {'  '.join(parts)}")
+            lines.append(f"  {name}  {'  '.join(parts)}")
             told.add(key)
     return lines
 

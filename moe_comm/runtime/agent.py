@@ -36,6 +36,7 @@ TORCH_ECHO = re.compile(
     r"gloo.*(Connection (closed|reset) by peer|Broken pipe)|ncclRemoteError", re.DOTALL | re.IGNORECASE
 )
 """What torch's own collectives say of a rank that is gone; also where it goes while the others still join."""
+OF_A_RANK = re.compile(r"rank (\d+): ")
 NOTICED = "Noticed: "
 """What ranks that watch each other add to an error begins with it, and goes on to the end of the line."""
 
@@ -134,7 +135,13 @@ def _cause(failures: dict[int, Any], errors_folder: Path) -> MoeCommError:
     lines = [line for rank in by_time for line in records[rank]["traceback"].splitlines()]
     noticed = next((NOTICED + line.partition(NOTICED)[2] for line in lines if NOTICED in line), "")
     for rank in (*causes, *silent, *by_time, *sorted(failures)):
-        return _from_record(rank, records[rank]) if rank in records else _from_exit(rank, failures[rank], noticed)
+        if rank not in records:
+            return _from_exit(rank, failures[rank], noticed)
+        found = OF_A_RANK.match(records[rank]["message"])
+        first = int(found[1]) if found else rank
+        if found and first in records and records[rank]["message"][found.end() :] == records[first]["message"]:
+            rank = first  # where it was raised, and not where it was told of
+        return _from_record(rank, records[rank])
     return RankFailed("the ranks failed and left no reason")
 
 
@@ -147,8 +154,14 @@ def _from_record(rank: int, record: dict[str, Any]) -> MoeCommError:
     kind = class_of(record["kind"])
     message = record["message"] or record["kind"]
     if issubclass(kind, MoeCommError):
-        return kind(f"rank {rank}: {message}")
-    return RankFailed(f"rank {rank} failed with {record['kind']}: {message}", record["traceback"])
+        # An error that another rank has found names that rank already.
+        error: MoeCommError = kind(message if OF_A_RANK.match(message) else f"rank {rank}: {message}")
+    else:
+        error = RankFailed(f"rank {rank} failed with {record['kind']}: {message}")
+    error.details = record["traceback"]
+    if frame := record.get("frame"):
+        error.add_note(f"at {frame}")
+    return error
 
 
 def _from_exit(rank: int, failure: Any, noticed: str) -> RankFailed:

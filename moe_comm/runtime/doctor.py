@@ -233,8 +233,8 @@ def _native_core(notes: Notes) -> Any:
         from moe_comm import _C
     except ImportError as error:
         notes.data["native"] = None
-        advice = "build it: pip install ., or make build in a checkout"
-        notes.add("native core", "moe_comm._C", "broken", str(error), advice)
+        advice = "plain torch does its work, more slowly; build it: pip install ., or make build in a checkout"
+        notes.add("native core", "moe_comm._C", "missing", str(error), advice)
         return None
     found = _C.cuda_probe()
     cuda = None if found is None else json.loads(found)

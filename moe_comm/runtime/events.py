@@ -20,10 +20,10 @@ import os
 import struct
 import threading
 import time
+import warnings
 from collections.abc import Iterable
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from moe_comm._C import Open, SpanRecorder
 from moe_comm.runtime.event_layout import (
     ACTIVE_AT,
     BEAT_AT,
@@ -44,6 +44,22 @@ from moe_comm.runtime.event_layout import (
     region_bytes,
 )
 from moe_comm.runtime.meter import COMMUNICATION
+
+if TYPE_CHECKING:
+    from moe_comm._C import Open, SpanRecorder
+else:
+    try:
+        from moe_comm._C import Open, SpanRecorder
+    except ImportError as error:
+        from moe_comm.runtime.no_spans import Open, SpanRecorder
+
+        # All of dispatch, layers and training load this module, and a module is loaded once in a process.
+        warnings.warn(
+            f"the native core of moe_comm is not built ({error}): plain torch does its work, which is slower, ranks "
+            "share no memory, and no spans are recorded. To build it, run: pip install -e .",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 __all__ = ["EVENTS", "DeviceClock", "Open", "Recorder", "moving", "start_ticks"]
 
@@ -77,7 +93,8 @@ class Recorder(SpanRecorder):
     order and equally often, on its main thread or one of torch's own, or leaves out the group.
 
     step, micro: set by who knows them (the training loop, the pipeline's stages); every span takes them over.
-    enabled: where False, spans cost an attribute look-up. device: takes the times of spans on a GPU, if there is one.
+    enabled: where False, spans cost an attribute look-up. It stays False without the native core.
+    device: takes the times of spans on a GPU, if there is one.
     """
 
     _buffer: memoryview

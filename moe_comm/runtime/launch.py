@@ -18,16 +18,18 @@ import signal
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from moe_comm.errors import ConfigError, PeerError
+from moe_comm.errors import ConfigError, MoeCommError, PeerError
 from moe_comm.runtime import cpu_guard
 from moe_comm.runtime.agent import Interrupted, RankFailed, class_of, run_agent
 from moe_comm.runtime.rank_main import RAISED_AT, RESTARTS_VARIABLE, STOPPING
+from moe_comm.runtime.users_frame import shorten
 
 AGENT_STORE_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
 STORE_VARIABLE = "MOE_COMM_STORE"
@@ -89,6 +91,7 @@ def launch(
     *,
     restarts: int = 0,
     preload: Sequence[str] = (),
+    tracebacks: bool = False,
 ) -> list[Any]:
     """Run ``entry(*args)`` in ``ranks`` processes on this host, or here if this process already is a rank.
 
@@ -103,6 +106,8 @@ def launch(
         preload: modules that a function needs. Its ranks are then forked from one process that has loaded them, which
             spares every rank, at every start, the seconds that loading takes. They must not use torch, or start
             threads, when they are loaded. Only the first launch of a process chooses them.
+        tracebacks: keep the whole traceback of a ``MoeCommError`` in its ``details``. Otherwise the error names only
+            the frame of the caller's own code, and its traceback has no frames of installed packages.
 
     Returns:
         What each rank returned, by rank (None for a module); under torchrun only this rank's.
@@ -118,7 +123,25 @@ def launch(
         raise ConfigError(f"ranks must be between 1 and {MAX_RANKS}; got {ranks}")
     cpu_guard.apply()
     if callable(entry) and (under_torchrun() or (ranks == 1 and not restarts)):
-        return [entry(*args)]
+        try:
+            return [entry(*args)]
+        except MoeCommError as error:
+            if tracebacks:
+                error.details = error.details or traceback.format_exc()
+            else:
+                shorten(error)
+            raise
+    try:
+        return _launch(entry, args, ranks, restarts, preload)
+    except MoeCommError as error:
+        if not tracebacks and not isinstance(error, RankFailed):
+            error.details = ""
+        raise error.with_traceback(None) from None
+
+
+def _launch(
+    entry: Callable[..., Any] | str, args: Sequence[Any], ranks: int, restarts: int, preload: Sequence[str]
+) -> list[Any]:
     with tempfile.TemporaryDirectory(prefix="moe_comm-launch-") as folder:
         variables = {
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(available_cores() // ranks, 1))),
@@ -133,7 +156,8 @@ def launch(
                 try:
                     results = run_agent(entry, args, ranks, Path(folder), restarts, AGENT_SIGNALS[2:], preload)
                 except (RankFailed, PeerError) as error:
-                    if signals and not getattr(error, "details", ""):  # what the signal itself did to the ranks
+                    # What the signal itself did to the ranks.
+                    if signals and (isinstance(error, PeerError) or not error.details):
                         raise Interrupted(signals[0]) from None
                     raise
             if signal.SIGINT in signals:

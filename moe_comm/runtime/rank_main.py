@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_comm.errors import ConfigError, InputError, MissingDependency, PeerError, UnsupportedModel
+from moe_comm.runtime.users_frame import users_frame
 
 RESTARTS_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 MOST_RESTARTS_VARIABLE = "TORCHELASTIC_MAX_RESTARTS"
@@ -68,6 +69,7 @@ def rank_main(environment: Mapping[str, str], entry: Callable[..., Any], args: t
             "kind": type(error).__name__,
             "message": str(error),
             "traceback": traceback.format_exc(),
+            "frame": users_frame(error),
         }
         if isinstance(error, FINAL):
             Path(folder, STOPPING).touch()

@@ -52,6 +52,7 @@ def native() -> ModuleType:
     return _C
 
 
+@lru_cache(maxsize=1)
 def native_is_built() -> bool:
     """Whether this process has the native core."""
     try:

@@ -35,12 +35,13 @@ from typing import Any, Self
 from torch.distributed import DistError, PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store  # no public way to it
 
-from moe_comm.errors import HeapError, PeerError
+from moe_comm.errors import HeapError, MissingDependency, PeerError
 from moe_comm.runtime.agent import NOTICED
 from moe_comm.runtime.board import Board, Phase, Texts, group_texts
 from moe_comm.runtime.event_layout import ACTIVE_AT, BEAT_AT, LONG
 from moe_comm.runtime.event_reader import read_spans
 from moe_comm.runtime.events import EVENTS
+from moe_comm.runtime.shared import native_is_built
 from moe_comm.runtime.watch_graph import View, analyse, cut_off
 from moe_comm.runtime.watch_hosts import HostBeats
 from moe_comm.runtime.watch_notice import Notices
@@ -114,9 +115,16 @@ class Watcher:
 
         Raises:
             HeapError: on every rank, where some rank cannot share memory with its neighbours.
+            MissingDependency: on every rank, where some rank has no native core, which records what ranks look at.
         """
         import torch.distributed as dist
 
+        built = texts("built" if native_is_built() else "")
+        if not all(built):
+            raise MissingDependency(
+                f"rank {built.index('')} has no native core (moe_comm._C), which watching needs; "
+                "run `pip install -e .` there"
+            )
         board = Board.meet(dist.get_rank(), texts, records=options.records, host=host)
         store: PrefixStore | None = None
         answer = ""

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import signal
 import time
 from pathlib import Path
 
@@ -50,6 +51,7 @@ class AttemptLog(StepHook):
             last_s=last_step_s(before) if number else math.nan,
             lost_steps=len(lost),
             lost_s=sum(lost),
+            ended=ended_by_user(before) if number else "",
         )
 
     on_disk = True
@@ -58,6 +60,18 @@ class AttemptLog(StepHook):
         if not self._begun:
             self._begun = True
             append(self._path, Attempt(**vars(self.attempt) | {"ready_s": time.time()}))
+
+
+def ended_by_user(run: Path) -> str:
+    """The status of a run that has finished, or that its time limit or Ctrl-C ended; "" of any other."""
+    try:
+        result = json.loads((run / "result.json").read_text())
+    except (OSError, ValueError):
+        return ""
+    status = result.get("status")
+    if status == "interrupted" and result.get("signal") != signal.SIGINT:
+        return ""
+    return status if status in ("interrupted", "finished", "time limit") else ""
 
 
 def carry_over(run: Path, name: str) -> Path | None:

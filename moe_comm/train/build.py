@@ -191,6 +191,7 @@ def build(
         runner=runner,
         moe_names=tuple(f"layers.{layer}.moe" for layer in architecture.moe_layers),
         num_experts=architecture.moe.router.num_experts,
+        top_k=architecture.moe.router.top_k,
         flops_per_token=count_model(architecture, config.data.seq_len).training_flops,
         peak_flops=peak_flops,
     )

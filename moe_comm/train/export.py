@@ -23,9 +23,11 @@ def export_run(run: Path, out: Path) -> None:
     """Write the newest checkpoint of the run folder ``run`` (or the checkpoint ``run`` itself) to ``out``.
 
     Raises:
-        CheckpointError: there is none, or it is damaged. ConfigError: ``out`` is not empty.
+        CheckpointError: there is none, or it is damaged. ConfigError: ``run`` does not exist, or ``out`` is not empty.
         UnsupportedModel: no Hugging Face family has such a model.
     """
+    if not run.exists():
+        raise ConfigError(f"there is no run or checkpoint at {run}")
     path = run if (run / "COMPLETE").exists() else latest(run / "checkpoints")
     if path is None:
         raise CheckpointError(f"{run} holds no complete checkpoint")

@@ -16,7 +16,8 @@ from statistics import fmean
 import torch
 import torch.distributed as dist
 
-from moe_comm.errors import CorruptPayload, MoeCommError, NonFiniteLoss, UnsettledStep, UnsupportedModel
+import moe_comm
+from moe_comm.errors import CorruptPayload, MoeCommError, NonFiniteLoss, PeerError, UnsettledStep, UnsupportedModel
 from moe_comm.layers.config import TransformerConfig
 from moe_comm.layers.flops import count_model
 from moe_comm.observe.effective import effective_time
@@ -29,6 +30,7 @@ from moe_comm.topology import FoldedMesh
 from moe_comm.train import config as configuration
 from moe_comm.train.attempts import AttemptLog, carry_over
 from moe_comm.train.build import DTYPES, architecture_of, build
+from moe_comm.train.collapse import CollapseHint
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.corpus import Corpus, Statistics, prepare_all
 from moe_comm.train.feed import CorpusFeed, corpus_settings
@@ -147,7 +149,12 @@ def _train(
             stack.callback(saver.memory.close)
         passed_over: list[FaultRecord] = []
         first_step, source = 0, "fresh"
-        if config.checkpoint.resume != "no":
+        if folder.note:
+            progress.say(folder.note)
+        if folder.checkpoint is not None:
+            first_step, source = saver.resume(folder.checkpoint), "checkpoint"
+            progress.say(f"goes on after step {first_step} from {folder.checkpoint}")
+        elif config.checkpoint.resume != "no":
             first_step, source = go_on(saver, folder.checkpoints, ranks, progress.say, passed_over.append)
         hosts = ranks.texts(socket.gethostname())
         attempts = None
@@ -155,6 +162,8 @@ def _train(
             begins_again = config.checkpoint.resume == "auto" and source == "fresh"
             earlier = carry_over(folder.path, config.run.name) if begins_again else None
             attempts = AttemptLog(folder.path, machinery.mesh, first_step, source, hosts, earlier)
+            if first_step:
+                folder.forget_result()
 
         def noticed(record: FaultRecord) -> None:
             if attempts is not None:
@@ -181,6 +190,8 @@ def _train(
             hooks.append(saver.memory)
         if attempts is not None:
             hooks.append(attempts)
+        hint = CollapseHint(config, machinery.num_experts, machinery.top_k, progress.say)
+        hooks.append(hint)
         if config.run.gc_every:
             hooks.append(PlannedCollections(config.run.gc_every))
         if config.faults.plan:
@@ -208,6 +219,7 @@ def _train(
             stack.callback(hook.close)
         if watch is not None:
             stack.push(watch)  # leaves first too: the others are not to wait for what ends a rank that has failed
+        signals: list[int] = []
         try:
             with stop_on_signals(trainer.request_stop) as signals:
                 status = trainer.fit()
@@ -219,11 +231,16 @@ def _train(
                 if not interrupted:
                     _export(saved, folder, ranks, progress)
         except BaseException as error:
-            if config.observe.events:
+            # A second Ctrl-C ends it at once; a rank that has not seen it yet sees its peers end.
+            stopped = isinstance(error, KeyboardInterrupt)
+            stopped = stopped or (signal.SIGINT in signals and isinstance(error, PeerError))
+            if config.observe.events and not stopped:
                 dump(folder.path, f"{type(error).__name__}: {error}")
             if ranks.is_first:
-                ended = {"status": "failed", "error": f"{type(error).__name__}: {error}", "steps": trainer.next_step}
-                folder.save_result(ended | _versions())
+                ended: dict[str, object] = {"status": "interrupted", "signal": int(signal.SIGINT)}
+                if not stopped:
+                    ended = {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+                folder.save_result(ended | {"steps": trainer.next_step} | _versions())
             if isinstance(error, RAISED_TOGETHER):
                 progress.say(_how_to_export(_save_end(trainer, saver)))
                 _close(machinery)
@@ -248,6 +265,7 @@ def _train(
             effective = effective_time(folder.path, time.time())
             told: dict[str, object] = {"mapping": str(machinery.mesh.config)}
             told |= {} if effective is None else {"effective_time": effective.as_dict()}
+            told |= {"hint": hint.text} if hint.text else {}
             told |= {} if saver.memory is None else {"peer_memory": saver.memory.summary()}
             folder.save_result(asdict(result) | told | _versions())
             progress.say(_closing(result, statistics))
@@ -319,11 +337,8 @@ def _sample(config: TrainConfig, corpus: Corpus, folder: RunFolder) -> str:
 
 
 def _versions() -> dict[str, str]:
-    try:
-        installed = metadata.version("moe_comm")
-    except metadata.PackageNotFoundError:  # run from a source tree
-        installed = "unknown"
-    return {"torch": torch.__version__, "transformers": metadata.version("transformers"), "moe_comm": installed}
+    versions = {"torch": torch.__version__, "transformers": metadata.version("transformers")}
+    return versions | {"moe_comm": moe_comm.__version__}
 
 
 def _opening(

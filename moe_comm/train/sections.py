@@ -281,7 +281,8 @@ class CheckpointSection(Section):
 
     every: steps between them; 0: only when the run is told to stop. keep: newest complete ones that stay.
     background: write while training goes on.
-    resume: "no": start afresh; "auto": go on with the newest run of this name that left a checkpoint, or start.
+    resume: "no": start afresh; "auto": go on with the newest run of this name if it left a checkpoint and has steps to
+        do, or start; else the folder of a run, or of one of its checkpoints, to go on from.
     peer_every: steps between copies of the state into the memory of this host and of another rank, from which ranks
         that are started again go on; 0: none.
     """
@@ -289,7 +290,7 @@ class CheckpointSection(Section):
     every: int = Field(default=0, ge=0)
     keep: int = Field(default=2, ge=1)
     background: bool = True
-    resume: Literal["no", "auto"] = "no"
+    resume: str = Field(default="no", min_length=1)
     peer_every: int = Field(default=0, ge=0)
 
 

@@ -90,6 +90,7 @@ class Machinery:
     runner: Runner
     moe_names: tuple[str, ...]
     num_experts: int
+    top_k: int
     flops_per_token: float
     peak_flops: float | None = None
     history: History = field(default_factory=History)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from moe_comm.errors import HeapError
+from moe_comm.errors import HeapError, MissingDependency
 from moe_comm.observe.rank_log import dump
 from moe_comm.observe.records import ATTEMPTS, FAULTS, Attempt, FaultRecord, append, read_lines
 from moe_comm.runtime.watch import Watcher, WatchOptions, watching
@@ -55,7 +55,7 @@ def watch_run(config: TrainConfig, ranks: Ranks, folder: Path, say: Callable[[st
 
     try:
         return watching(options, folder / REPORTS, [noticed])
-    except HeapError as error:
+    except (HeapError, MissingDependency) as error:
         say(f"the ranks are not watched: {error}")
         return None
 

@@ -90,7 +90,7 @@ def test_errors_and_regret_are_those_of_what_was_measured(
     assert found["median_error"] == pytest.approx(0.325) and found["worst_error"] == pytest.approx(0.4)
     assert (found["within"], found["mappings"]) == (0, 2)
     shown = capsys.readouterr().out
-    assert "picks dp2 ep2 mb2: 25.0% above the best" in shown and "+25.0%" in shown
+    assert "picks dp2 ep2 mb2: its step takes 25.0% longer than the fastest's" in shown and "+25.0%" in shown
 
 
 @pytest.mark.parametrize(

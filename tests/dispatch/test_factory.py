@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from moe_comm.dispatch import BACKENDS, DispatchOptions, Payloads, factory, make_dispatcher
@@ -114,13 +113,6 @@ def test_one_rank_gets_local_whatever_is_asked() -> None:
     assert "-> local" in explain_choice()
 
 
-def test_without_the_native_core_one_rank_works_in_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_comm.dispatch.factory.native_is_built", lambda: False)
-    x_TD, ids_TK = torch.arange(6.0).view(3, 2), torch.tensor([[1], [0], [-1]])
-    found = make_dispatcher(2).dispatch(x_TD, ids_TK)
-    assert found.rows_RD.tolist() == [[2, 3], [0, 1]] and found.layout.num_dropped == 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -165,6 +157,34 @@ def test_all_ranks_choose_alike_even_if_one_lacks_the_native_core(pool2: RankPoo
         assert "not built on every rank" in text and "2 rank(s) on 1 host(s)" in text
         assert local[0] == "ConfigError" and "'local' sends nothing between them" in local[1]
         assert on_cuda[0] == "ConfigError" and "use 'all_to_all'" in on_cuda[1]
+
+
+def disagreeing(rank: int, world: int, arg: object) -> list[Told]:
+    group = dist.group.WORLD
+    wire = Payloads(dispatch="bf16") if rank else Payloads()
+    experts = [3, 1] if rank else [1, 3]
+    return [
+        caught(lambda: make_dispatcher(4, group, traffic=Traffic(top_k=2 + 2 * rank, payloads=wire))),
+        caught(lambda: make_dispatcher(4, group, traffic=Traffic(top_k=2) if rank else None)),
+        caught(lambda: make_dispatcher(4, group, "all_gather" if rank else "auto", experts_per_rank=experts)),
+        caught(lambda: make_dispatcher(4, group, options=DispatchOptions(payloads=wire))),
+        caught(lambda: make_dispatcher(4 + rank, group)),
+    ]
+
+
+def test_the_settings_that_differ_are_named_with_their_values_by_rank(pool2: RankPool) -> None:
+    for of_rank in pool2.run(disagreeing):
+        assert {kind for kind, _ in of_rank} == {"RankMismatch"}, of_rank
+        traffic, none_given, backend, options, number = (text.partition(". Every")[0] for _, text in of_rank)
+        assert traffic == (
+            "ranks disagree on expected traffic when building a dispatcher: top_k: rank 0: 2, rank 1: 4; "
+            "payloads.dispatch.format: rank 0: 'same', rank 1: 'bf16'"
+        )
+        assert "a dispatcher: rank 0: None, rank 1: not given; top_k: rank 0: not given, rank 1: 2" in none_given
+        assert "backend: rank 0: 'auto', rank 1: 'all_gather'" in backend
+        assert "experts per rank: rank 0: (1, 3), rank 1: (3, 1)" in backend
+        assert options.endswith("payloads when building a dispatcher: dispatch.format: rank 0: 'same', rank 1: 'bf16'")
+        assert number == "ranks disagree on number of experts when building a dispatcher: rank 0: 4, rank 1: 5"
 
 
 def test_ranks_of_one_host_share_memory(pool2: RankPool) -> None:

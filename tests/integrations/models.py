@@ -75,12 +75,18 @@ BATCH_PER_RANK = (3, 1, 2, 2)
 SEQUENCE = 7
 
 
+def new_model(family: str, **changes: Any) -> Any:
+    """A model as transformers initialises it."""
+    return AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **{**_SHARED, **SMALL.get(family, {}), **changes})
+    )
+
+
 def save_model(
     family: str, folder: Path, seed: int = 0, edit: Callable[[Any], None] | None = None, **changes: Any
 ) -> str:
     """Write a model with random weights, none of them zero or one by default; returns the folder."""
-    config = AutoConfig.for_model(family, **{**_SHARED, **SMALL.get(family, {}), **changes})
-    model = AutoModelForCausalLM.from_config(config)
+    model = new_model(family, **changes)
     randomise(model, seed)
     if edit is not None:
         edit(model)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from copy import deepcopy
@@ -391,3 +393,19 @@ def test_an_unknown_backend_is_refused_before_anything_changes(saved: Callable[[
     with pytest.raises(ConfigError, match="telepathy"):
         swap_moe(model, backend="telepathy")
     assert not swapped_experts(model)
+
+
+@pytest.mark.parametrize("name", ["swap_moe", "swap_linears", "swap_attention", "integrations.hugging_face"])
+def test_a_missing_package_names_the_extra_to_install(name: str) -> None:
+    module, _, imported = f"moe_comm.{name}".rpartition(".")
+    code = f"""
+import sys
+sys.modules["transformers"] = None
+from moe_comm.errors import MissingDependency
+try:
+    from {module} import {imported}
+except MissingDependency as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert "need transformers" in done.stdout and "pip install 'moe_comm[hf]'" in done.stdout, done.stderr

@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from moe_comm.observe.effective import EffectiveTime, effective_time
 from moe_comm.observe.records import ATTEMPTS, METRICS, Attempt, append, read_lines
 from moe_comm.topology import FoldedMesh, ParallelConfig
@@ -28,6 +30,38 @@ def _write(run: Path, attempts: list[Attempt], lines: list[str]) -> None:
     for attempt in attempts:
         append(run / ATTEMPTS, attempt)
     (run / METRICS).write_text("".join(f"{line}\n" for line in lines))
+
+
+def test_what_the_user_ended_is_a_pause_and_no_fault(tmp_path: Path) -> None:
+    """Stopped with Ctrl-C after 130, gone on with an hour later; the second start takes 4 s."""
+    _write(
+        tmp_path,
+        [_attempt(0, 100.0, 110.0), _attempt(1, 3730.0, 3734.0, first_step=3, last_s=130.0, ended="interrupted")],
+        [_step(1, 10.0), _step(2, 10.0), _step(3, 6.0)],
+    )
+    found = effective_time(tmp_path, 3740.0)
+    assert found is not None
+    assert (found.wall_s, found.start_s, found.restart_s, found.productive_s) == (40.0, 14.0, 0.0, 26.0)
+
+
+@pytest.mark.parametrize(
+    ("result", "ended"),
+    [
+        ({"status": "interrupted", "signal": 2}, "interrupted"),
+        ({"status": "interrupted", "signal": 15}, ""),
+        ({"status": "finished", "signal": 0}, "finished"),
+        ({"status": "failed"}, ""),
+        (None, ""),
+    ],
+)
+def test_an_attempt_knows_how_the_one_before_it_ended(
+    tmp_path: Path, result: dict[str, object] | None, ended: str
+) -> None:
+    append(tmp_path / ATTEMPTS, _attempt(0, 100.0, 110.0))
+    if result is not None:
+        (tmp_path / "result.json").write_text(json.dumps(result))
+    log = AttemptLog(tmp_path, FoldedMesh(ParallelConfig()), 2, "checkpoint", ["here"])
+    assert log.attempt.ended == ended
 
 
 def test_the_parts_are_those_of_the_clock_and_add_up(tmp_path: Path) -> None:

@@ -218,17 +218,61 @@ def test_what_cannot_be_resumed_says_why_on_every_rank(pool2: RankPool, settings
         assert (name, "rank-00001.safetensors" in message) == ("CheckpointError", True), message
 
 
-def test_auto_starts_where_there_is_nothing_to_go_on_from(settings: list[str]) -> None:
+def test_auto_starts_where_there_is_nothing_to_go_on_from(
+    settings: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     settings = [*settings, AUTO, "run.steps=2"]
     first = run(None, settings)
     assert first.steps == 2
+    assert "this is a new run" not in capsys.readouterr().out
     second = run(None, settings)
-    assert second.folder != first.folder, "a finished run is not gone on with"
+    assert second.folder != first.folder, "all its steps are done"
+    assert f"{first.folder} has done its 2 steps: this is a new run" in capsys.readouterr().out
     with crash_after(0), pytest.raises(Crash):
         run(None, settings)
     third = run(None, settings)
     assert third.steps == len(losses_of(third.folder)) == 2
     assert len(list(first.folder.parent.iterdir())) == 4, "the newest run left no checkpoint, older ones are others"
+
+
+CONSTANT = ("optimizer.schedule=constant", "checkpoint.every=2", "checkpoint.keep=9")
+"""A schedule that does not depend on the number of steps."""
+
+
+@pytest.mark.parametrize("resume", ["auto", "run", "checkpoint", "earlier checkpoint"])
+def test_more_steps_extend_a_finished_run(settings: list[str], tmp_path: Path, resume: str) -> None:
+    settings = [*settings, *CONSTANT]
+    through = run(None, [*settings, "run.steps=6", f"run.folder={tmp_path / 'through'}"])
+    first = run(None, [*settings, "run.steps=4"])
+    assert json.loads((first.folder / "result.json").read_text())["status"] == "finished"
+    paths = {
+        "run": first.folder,
+        "checkpoint": first.folder / "checkpoints" / "step-00000004",
+        "earlier checkpoint": first.folder / "checkpoints" / "step-00000002",
+    }
+    result = run(None, [*settings, "run.steps=6", f"checkpoint.resume={paths.get(resume, resume)}"])
+    assert (result.folder, result.steps, result.status) == (first.folder, 6, "finished")
+    assert losses_of(result.folder) == losses_of(through.folder)
+    ours, theirs = state_of(result.folder), state_of(through.folder)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_what_a_run_cannot_go_on_with_is_refused_and_changes_nothing(settings: list[str], tmp_path: Path) -> None:
+    settings = [*settings, *CONSTANT]
+    folder = run(None, [*settings, "run.steps=4"]).folder
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+    for change, resume, said in (
+        ("run.steps=2", "auto", "has done 4 steps, and run.steps is 2"),
+        ("run.steps=3", folder, "has done 4 steps, and run.steps is 3"),
+        ("run.steps=4", folder, "has done its 4 steps; to train on, set run.steps to more"),
+        ("run.steps=4", tmp_path / "nothing", "neither no nor auto, nor the folder of a run"),
+        ("run.steps=4", tmp_path / "empty", "holds no complete checkpoint"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            run(None, [*settings, change, f"checkpoint.resume={resume}"])
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert len(list(folder.parent.iterdir())) == 1
 
 
 # --- processes of their own ---

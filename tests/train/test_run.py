@@ -202,6 +202,27 @@ def test_a_model_that_no_family_has_is_trained_and_kept_in_its_checkpoint(
     assert "no model folder, only checkpoints: no Hugging Face family has parallel blocks" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("family", "said"), [("qwen3_moe", "model.aux_loss (now 0.01), lower"), ("deepseek_v3", "bias_rate")]
+)
+def test_a_router_that_stays_collapsed_gets_one_hint(
+    settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, said: str
+) -> None:
+    """Of a text of one letter all tokens are the same, and go to the same experts."""
+    (tmp_path / "same.txt").write_text("a" * 40_000)
+    same = [f"data.source={tmp_path / 'same.txt'}", f"model.family={family}", "run.steps=45", "model.bias_rate=0"]
+    result = run(None, [*settings, *same])
+    hints = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hint: ")]
+    assert len(hints) == 1 and said in hints[0] and "(4 / 2 = 2.00)" in hints[0], hints
+    assert json.loads((result.folder / "result.json").read_text())["hint"] == hints[0]
+
+
+def test_an_even_router_gets_no_hint(settings: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(None, [*settings, "run.steps=25"])
+    assert "hint: " not in capsys.readouterr().out
+    assert "hint" not in json.loads((result.folder / "result.json").read_text())
+
+
 def _signal_at(kind: signal.Signals, step: int) -> Callable[[StepReport], None]:
     """Sends a signal to this process after the given step; to this thread, or two could arrive as one."""
 
@@ -266,7 +287,9 @@ def test_a_second_ctrl_c_ends_at_once(settings: list[str], monkeypatch: pytest.M
     with watched(lambda report: [send(report) for _ in range(2)] and None), pytest.raises(KeyboardInterrupt):
         run(None, settings)
     folder = _one_folder(settings)
-    assert json.loads((folder / "result.json").read_text())["status"] == "failed"
+    result = json.loads((folder / "result.json").read_text())
+    assert (result["status"], result["signal"], "error" in result) == ("interrupted", signal.SIGINT, False)
+    assert not (folder / "dumps").exists() and not (folder / "faults.jsonl").exists(), "it is no fault"
     assert [line["step"] for line in lines_of(folder)] == [1]
 
 

@@ -4,20 +4,29 @@
 two registries of transformers.
 """
 
-from moe_comm.integrations.hugging_face.architecture import from_hugging_face, to_hugging_face
-from moe_comm.integrations.hugging_face.attention import gather_attention, swap_attention, swapped_attention
-from moe_comm.integrations.hugging_face.families import FAMILIES
-from moe_comm.integrations.hugging_face.linears import gather_linears, swap_linears, swapped_linears
-from moe_comm.integrations.hugging_face.registries import register
-from moe_comm.integrations.hugging_face.sequence import shard_inputs
-from moe_comm.integrations.hugging_face.state import gather_state_dict, save_swapped
-from moe_comm.integrations.hugging_face.swap import (
-    EPExperts,
-    expert_parameters,
-    swap_moe,
-    swapped_experts,
-)
-from moe_comm.layers.data_parallel import sum_replicated_gradients
+from moe_comm.errors import MissingDependency
+
+try:
+    from moe_comm.integrations.hugging_face.architecture import from_hugging_face, to_hugging_face
+    from moe_comm.integrations.hugging_face.attention import gather_attention, swap_attention, swapped_attention
+    from moe_comm.integrations.hugging_face.families import FAMILIES
+    from moe_comm.integrations.hugging_face.linears import gather_linears, swap_linears, swapped_linears
+    from moe_comm.integrations.hugging_face.registries import register
+    from moe_comm.integrations.hugging_face.sequence import shard_inputs
+    from moe_comm.integrations.hugging_face.state import gather_state_dict, save_swapped
+    from moe_comm.integrations.hugging_face.swap import (
+        EPExperts,
+        expert_parameters,
+        swap_moe,
+        swapped_experts,
+    )
+    from moe_comm.layers.data_parallel import sum_replicated_gradients
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] == "moe_comm":
+        raise
+    raise MissingDependency(
+        f"Hugging Face models need {error.name}, which is not installed; run: pip install 'moe_comm[hf]'"
+    ) from error
 
 __all__ = [
     "FAMILIES",

@@ -56,15 +56,24 @@ class _Chunk:
     text_bytes: int
 
 
-def prepare_all(settings: CorpusSettings, progress: Progress | None = None) -> list[Path]:
+def prepare_all(
+    settings: CorpusSettings, progress: Progress | None = None, scanned: Callable[[Source], None] | None = None
+) -> list[Path]:
     """Prepare every source of ``settings``; the folders in their order. One process of a host calls it.
+
+    Args:
+        scanned: takes each source when its files have been found.
 
     Raises:
         ConfigError: a source or the tokenizer cannot be used, or the cache not be written.
         MissingDependency: a package for this kind of file or tokenizer is not installed.
     """
     cache = Path(settings.cache).expanduser()
-    sources = [scan(spec) for spec in settings.sources]
+    sources = []
+    for spec in settings.sources:
+        sources.append(scan(spec))
+        if scanned is not None:
+            scanned(sources[-1])
     tokenizer = make_tokenizer(settings, sources)
     return [prepare_source(source, tokenizer, cache, settings.workers, progress) for source in sources]
 

@@ -51,14 +51,14 @@ class SourceFile:
 class Source:
     """A scanned source: what it reads, and a digest of everything that its documents depend on.
 
-    skipped: files of a folder or pattern that are no UTF-8 text.
+    skipped: files of a folder or pattern that are not read, each with the reason.
     """
 
     spec: SourceSpec
     files: tuple[SourceFile, ...]
     size: int
     digest: str
-    skipped: int
+    skipped: tuple[tuple[Path, str], ...] = ()
 
     def pieces(self) -> Iterator[Piece]:
         """All documents in order, without the empty ones.
@@ -90,13 +90,13 @@ def scan(spec: SourceSpec) -> Source:
     if spec.path == "pydoc":
         topics = _pydoc()
         digest = hashlib.blake2b("\0".join(topics).encode(), digest_size=16).hexdigest()
-        return Source(spec, (), sum(len(topic.encode()) for topic in topics), digest, 0)
-    paths, alone = _find(spec)
-    files, skipped = [], 0
+        return Source(spec, (), sum(len(topic.encode()) for topic in topics), digest)
+    paths, hidden, alone = _find(spec)
+    files, skipped = [], [(path, "hidden") for path in hidden]
     for path in paths:
         file = _scan_file(path, spec, alone)
-        if file is None:
-            skipped += 1
+        if isinstance(file, str):
+            skipped.append((path, file))
         else:
             files.append(file)
     if not files:
@@ -104,7 +104,7 @@ def scan(spec: SourceSpec) -> Source:
     # Names and places are left out: moved files are the same data.
     content = [[file.format, file.digest, "" if file.format == "text" else spec.field] for file in files]
     digest = hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
-    return Source(spec, tuple(files), sum(file.size for file in files), digest, skipped)
+    return Source(spec, tuple(files), sum(file.size for file in files), digest, tuple(skipped))
 
 
 def cut(text: str) -> Iterator[Piece]:
@@ -149,23 +149,26 @@ def _stdlib() -> list[Path]:
     return [root / path for path in sorted(own, key=lambda path: path.as_posix())]
 
 
-def _find(spec: SourceSpec) -> tuple[list[Path], bool]:
-    """The files of ``spec`` in order, and whether it names just that one."""
+def _find(spec: SourceSpec) -> tuple[list[Path], list[Path], bool]:
+    """The files of ``spec`` in order, the hidden ones that are left out, and whether it names just that one."""
     if spec.path == "stdlib":
-        return _stdlib(), False
+        return _stdlib(), [], False
     path = Path(spec.path).expanduser()
     if path.is_file():
-        return [path], True
+        return [path], [], True
+    hidden: set[Path] = set()
     if path.is_dir():
-        inside = [p for p in path.rglob("*") if not any(part[0] == "." for part in p.relative_to(path).parts)]
+        inside = list(path.rglob("*"))
+        hidden = {p for p in inside if any(part[0] == "." for part in p.relative_to(path).parts)}
     elif glob.has_magic(spec.path):
         inside = [Path(name) for name in glob.glob(str(path), recursive=True)]
     else:
         raise ConfigError(f"data source {spec.name!r}: cannot read {spec.path!r}: No such file or directory")
-    paths = sorted((p for p in inside if p.is_file()), key=lambda p: p.as_posix())
+    found = sorted((p for p in inside if p.is_file()), key=lambda p: p.as_posix())
+    paths = [p for p in found if p not in hidden]
     if not paths:
         raise ConfigError(f"data source {spec.name!r}: {spec.path!r} has no files")
-    return paths, False
+    return paths, [p for p in found if p in hidden], False
 
 
 def _format(path: Path, spec: SourceSpec) -> str:
@@ -175,7 +178,8 @@ def _format(path: Path, spec: SourceSpec) -> str:
     return "jsonl" if suffix in JSONL else "parquet" if suffix in PARQUET else "text"
 
 
-def _scan_file(path: Path, spec: SourceSpec, alone: bool) -> SourceFile | None:
+def _scan_file(path: Path, spec: SourceSpec, alone: bool) -> SourceFile | str:
+    """The file, or the reason why it is skipped."""
     kind = _format(path, spec)
     if kind == "parquet":
         _pyarrow(path)
@@ -192,7 +196,7 @@ def _scan_file(path: Path, spec: SourceSpec, alone: bool) -> SourceFile | None:
             decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
         if not alone:
-            return None
+            return f"not UTF-8 text: {error.reason}"
         raise ConfigError(f"data source {spec.name!r}: {str(path)!r} is not UTF-8 text: {error.reason}") from error
     except OSError as error:
         raise ConfigError(f"data source {spec.name!r}: cannot read {str(path)!r}: {error.strerror or error}") from error

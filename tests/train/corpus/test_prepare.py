@@ -102,7 +102,10 @@ def test_a_folder_holds_a_document_a_file_and_what_is_no_text_is_left_out(tmp_pa
     write_jsonl(root / "c.jsonl", ["three", "four"])
     file = open_tokens(prepare(SourceSpec(str(root)), BYTES, tmp_path / "cache"))
     assert documents_of(file) == ["two \u2192", "three", "four", "one\r\nline"]
-    assert sources.scan(SourceSpec(str(root))).skipped == 1
+    assert sources.scan(SourceSpec(str(root))).skipped == (
+        (root / ".hidden" / "x.txt", "hidden"),
+        (root / "a.bin", "not UTF-8 text: invalid start byte"),
+    )
     pattern = open_tokens(prepare(SourceSpec(str(root / "**" / "*.py")), BYTES, tmp_path / "cache"))
     assert documents_of(pattern) == ["two \u2192"]
 

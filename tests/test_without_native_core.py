@@ -1,0 +1,131 @@
+"""Without ``moe_comm._C`` all that docs/install.md promises works in plain torch, and the rest says what to build."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import moe_comm
+
+SOURCE = Path(moe_comm.__file__).parent
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+# The same numbers with and without the core: of each rank, what fits into JSON exactly.
+LAYER = """
+import json, sys, warnings
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    import torch
+    import torch.distributed as dist
+    from moe_comm import MoEConfig, MoELayer, RouterConfig, check_grads, make_dispatcher, swap_moe
+    from moe_comm.errors import ConfigError, MissingDependency
+    from moe_comm.kernels.native import core
+torch.set_num_threads(1)
+if dist.is_torchelastic_launched():
+    dist.init_process_group("gloo")
+rank = dist.get_rank() if dist.is_initialized() else 0
+group = dist.group.WORLD
+found = {"native": core() is not None, "warnings": [str(one.message) for one in told]}
+config = MoEConfig(16, 24, RouterConfig(6, 2, balance_loss=0.1), shared_ffn=8)
+layer = MoELayer.build(config, group, "all_to_all", seed=3)
+found["backend"] = MoELayer.build(config, group, seed=3).dispatcher.name
+x_TD = torch.randn(7 + rank, 16, generator=torch.Generator().manual_seed(rank), requires_grad=True)
+y_TD = layer(x_TD)
+y_TD.square().sum().backward()
+grads = {name: p.grad.flatten().tolist() for name, p in layer.named_parameters() if p.grad is not None}
+found |= {"y": y_TD.flatten().tolist(), "x": x_TD.grad.flatten().tolist(), "grads": grads}
+found["right"] = check_grads(layer).ok
+torch.manual_seed(0)
+from transformers import MixtralConfig, MixtralForCausalLM
+model = swap_moe(MixtralForCausalLM(MixtralConfig(
+    vocab_size=32, hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=2, num_local_experts=4)), group, backend="all_to_all")
+ids = torch.arange(6).view(1, 6) + rank
+loss = model(ids, labels=ids).loss
+loss.backward()
+found["swapped"] = [loss.item(), *model.lm_head.weight.grad.flatten().tolist()]
+ids_TK = torch.tensor([[1], [0], [-1]])
+found["rows"] = make_dispatcher(2).dispatch(torch.arange(6.0).view(3, 2), ids_TK).rows_RD.tolist()
+found["refused"] = ""
+if group is not None:
+    try:
+        make_dispatcher(6, group, "shared_memory")
+    except (ConfigError, MissingDependency) as error:
+        found["refused"] = str(error)
+    dist.barrier()
+with open(f"{sys.argv[1]}/{rank}.json", "w") as file:
+    json.dump(found, file)
+if group is not None:
+    dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the package as it is before its core is built."""
+    folder = tmp_path_factory.mktemp("plain")
+    shutil.copytree(SOURCE, folder / "moe_comm", ignore=shutil.ignore_patterns("_C.*", "__pycache__"))
+    return folder
+
+
+def run(path: Path, arguments: list[str]) -> str:
+    """What a successful run with the package in ``path`` says."""
+    environment = os.environ | {"PYTHONPATH": str(path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=path, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def results(path: Path, out: Path, ranks: int) -> list[dict[str, Any]]:
+    out.mkdir()
+    script = out / "script.py"
+    script.write_text(LAYER)
+    run(path, [*(TORCHRUN if ranks > 1 else []), str(script), str(out)])
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_layers_and_swaps_compute_what_the_native_core_does(plain: Path, ranks: int, tmp_path: Path) -> None:
+    pytest.importorskip("moe_comm._C", reason="the native core is not built")
+    pytest.importorskip("transformers", minversion="5.23", reason="needs the hf extra")
+    got = results(plain, tmp_path / "plain", ranks)
+    expected = results(SOURCE.parent, tmp_path / "native", ranks)
+    for own, other in zip(got, expected, strict=True):
+        assert (own["native"], other["native"]) == (False, True)
+        assert own["backend"] in (("local",) if ranks == 1 else ("all_to_all", "all_gather"))
+        assert own["right"] and other["right"]
+        assert own["rows"] == other["rows"] == [[2, 3], [0, 1]]
+        for key in ("y", "x", "swapped"):
+            assert own[key] == pytest.approx(other[key], rel=1e-5, abs=1e-6), key
+        assert own["grads"].keys() == other["grads"].keys()
+        for name, values in own["grads"].items():
+            assert values == pytest.approx(other["grads"][name], rel=1e-5, abs=1e-6), name
+        told = [text for text in own["warnings"] if "native core" in text]
+        assert len(told) == 1 and "pip install -e ." in told[0], own["warnings"]
+        assert not any("native core" in text for text in other["warnings"])
+        if ranks > 1:
+            assert "not built on every rank; run `pip install -e .`, or use 'all_to_all'" in own["refused"]
+
+
+def test_the_doctor_says_what_to_build_and_finds_nothing_broken(plain: Path) -> None:
+    said = " ".join(run(plain, ["-m", "moe_comm", "doctor"]).split())
+    assert "moe_comm._C: plain torch does its work, more slowly; build it: pip install ." in said
+
+
+def test_a_model_trains_without_the_native_core_and_is_not_watched(plain: Path, tmp_path: Path) -> None:
+    pytest.importorskip("pydantic", reason="needs the train extra")
+    (tmp_path / "text.txt").write_text("some words about experts\n" * 400)
+    settings = [f"data.source={tmp_path / 'text.txt'}", f"data.cache={tmp_path / 'cache'}", "data.seq_len=16"]
+    settings += [f"run.folder={tmp_path / 'runs'}", "run.steps=2", "run.sample_tokens=0", "model.layers=1"]
+    said = run(plain, ["-m", "moe_comm", "train", "tiny", *settings])
+    assert "the ranks are not watched: rank 0 has no native core" in said
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert json.loads((folder / "result.json").read_text())["status"] == "finished"
