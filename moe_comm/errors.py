@@ -11,6 +11,20 @@ class MoeCommError(RuntimeError):
     """Base of everything this library raises on purpose."""
 
 
+def mark_known(error: BaseException) -> None:
+    """Note on ``error`` that the other ranks of the group know of it: they raise, too."""
+    error._known_to_peers = True  # type: ignore[attr-defined]
+
+
+def known_to_peers(error: BaseException) -> bool:
+    """Return whether ``error``, or what it was raised from, came from an operation or was passed to ``abort``."""
+    while not getattr(error, "_known_to_peers", False):
+        if error.__cause__ is None:
+            return False
+        error = error.__cause__
+    return True
+
+
 class ConfigError(MoeCommError, ValueError):
     """A setting is unknown, out of range, or contradicts another."""
 
@@ -25,6 +39,10 @@ class RoutingError(InputError):
 
 class RankMismatch(MoeCommError):
     """Ranks of one group disagree: on hidden size, dtype, top-k, experts, or on the order of calls."""
+
+
+class PeerRaised(MoeCommError):
+    """Another rank raised an exception between two operations; the message has its type and text."""
 
 
 class PeerError(MoeCommError):

@@ -112,6 +112,10 @@ def dispatch_by(
 
 
 def _combine_fault(dispatcher: Dispatcher, rows_RD: Tensor, weights_TK: Tensor, layout: Layout) -> MoeCommError | None:
+    if layout.maker != dispatcher.maker:
+        return InputError(
+            f"this layout, of call {layout.call}, was made by another dispatcher; combine with the one that dispatched"
+        )
     if tuple(rows_RD.shape) != (layout.num_rows, layout.hidden) or rows_RD.dtype != layout.dtype:
         return InputError(
             f"combine needs rows [{layout.num_rows}, {layout.hidden}] {layout.dtype}, as dispatch gave them; "

@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
+from moe_comm.dispatch.payload import as_dtype
 from moe_comm.dispatch.peers import Peers
 from moe_comm.errors import MoeCommError, PeerDied, PeerError, PeerTimeout
 from moe_comm.runtime.event_layout import Kind
@@ -126,10 +127,10 @@ class Channel:
         width = rows[:1].numel() if rows.shape[0] else torch.Size(rows.shape[1:]).numel()
         if not width:  # on every rank
             return Coming.here(rows.new_empty(shape) if out is None else out)
-        sent = rows.to(self.wire(rows.device)).contiguous().view(rows.shape[0], width).view(torch.uint8)
+        sent = as_dtype(torch.uint8, rows.to(self.wire(rows.device)).contiguous().view(rows.shape[0], width))
         home = out if out is not None and out.device == sent.device else None
         if home is not None:
-            landing = home.view(shape[0], width).view(torch.uint8)
+            landing = as_dtype(torch.uint8, home.view(shape[0], width))
         else:
             landing = warm_rows(shape[0], sent.shape[1], torch.uint8, sent.device)
         options = AllToAllOptions()
@@ -305,4 +306,4 @@ def operation(doing: str) -> str:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
+    return as_dtype(torch.uint8, tensor.view(1, -1)).view(-1)

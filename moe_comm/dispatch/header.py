@@ -27,14 +27,25 @@ FAULTS: tuple[type[errors.MoeCommError], ...] = (
     errors.ConfigError,
     errors.HeapError,
     errors.CorruptPayload,
+    errors.PeerRaised,
 )
 
-COMPARED = ("operation", "call number", "hidden size", "dtype", "top-k", "experts", "requires_grad", "layer or rows")
+COMPARED = (
+    "operation",
+    "call number",
+    "hidden size",
+    "dtype",
+    "top-k",
+    "experts",
+    "requires_grad",
+    "layer, dispatcher or rows",
+)
 NUM_COMPARED = len(COMPARED)
 FAULT_SLOT = NUM_COMPARED
 TEXT_START = FAULT_SLOT + 1
 TEXT_WORDS = 40
 WORDS = TEXT_START + TEXT_WORDS
+ORDINAL_MASK = 0xFF
 
 Words = npt.NDArray[np.int64]
 
@@ -46,6 +57,7 @@ class Header:
     fault: an error in its own input, found before data moves.
     of_call: call number of the dispatch whose rows these are; 0 for a dispatch itself.
     ordinal: which of the group's dispatchers.
+    maker: which of this process's dispatchers; not compared.
     """
 
     op: str
@@ -59,6 +71,7 @@ class Header:
     fault: errors.MoeCommError | None = None
     of_call: int = 0
     ordinal: int = 0
+    maker: int = 0
 
     def compared(self) -> tuple[int, ...]:
         """The words in which ranks must agree, in the order of ``COMPARED``."""
@@ -96,7 +109,7 @@ def fault_word(fault: errors.MoeCommError | None, otherwise: type[errors.MoeComm
 
 @lru_cache(maxsize=4096)
 def _origin_hash(label: str, ordinal: int) -> int:
-    return zlib.crc32(f"{ordinal} {label}".encode())
+    return (zlib.crc32(f"{ordinal} {label}".encode()) & ~ORDINAL_MASK) | (ordinal & ORDINAL_MASK)
 
 
 def origin_word(label: str, ordinal: int, of_call: int) -> int:
@@ -117,7 +130,8 @@ def _show(field: int, words: Words) -> str:
     if field == 6:
         return str(bool(value))
     if field == 7:
-        return repr(_text(words)) + (f" (rows of call {value >> 32})" if value >> 32 else "")
+        rows = f", rows of call {value >> 32}" if value >> 32 else ""
+        return f"{_text(words)!r} (dispatcher {value & ORDINAL_MASK}{rows})"
     return str(value)
 
 
@@ -132,7 +146,10 @@ def check(headers: Sequence[Words], rank: int, own: Header) -> None:
         raise own.fault
     for peer, words in enumerate(headers):
         if words[FAULT_SLOT]:
-            raise FAULTS[int(words[FAULT_SLOT]) - 1](f"rank {peer}: {_text(words)}")
+            kind, text = FAULTS[int(words[FAULT_SLOT]) - 1], f"rank {peer}: {_text(words)}"
+            if kind is errors.PeerRaised:
+                text += f". This rank was in {own.op} (call {own.seq})" + (f" of layer {own.label!r}" * bool(own.label))
+            raise kind(text)
     if own.op == COLLECTIVE and len({tuple(words[:NUM_COMPARED]) for words in headers}) > 1:
         raise other_collective(rank, own.seq, own.label, _others(headers, rank))
     for field in range(NUM_COMPARED):

@@ -152,7 +152,7 @@ class HierarchicalDispatcher(Dispatcher):
         self._rail = Rail(self.channel, self.hosts, rank, pieces)
         self._host = self.hosts.host(rank)
         self._experts = self.hosts.experts(placement)
-        self._handshake = Handshake(self.channel, placement)
+        self._handshake = Handshake(self.channel, placement, self.calls)
         inner = self.hosts.inside(placement, self._host)
         self._inside = InsideHost(inner, group, self.hosts, rank, self.options, shared)
 
@@ -201,6 +201,7 @@ class HierarchicalDispatcher(Dispatcher):
             label=header.label,
             state=RelayLayout(leaving, near, far, most_out, most_out if way == "sums" else self._most(slots_WH)),
             call=header.seq,
+            maker=header.maker,
         )
         return rows_RD, layout
 

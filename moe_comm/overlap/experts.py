@@ -20,6 +20,7 @@ there, fill the waits. Bits are those of ``grouped_mlp`` between dispatch and co
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,6 +171,10 @@ class ExpertFlight:
         backward = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
         call = _Call(weights.activation, keep_h=backward and not weights.recompute)
         self.thread = _Compute.apply(*inputs, self._state, call)
+
+    def abort_on_error(self) -> AbstractContextManager[None]:
+        """Tell the other ranks of an exception in the ``with`` block, which they would otherwise wait for."""
+        return nullcontext()
 
     def _fault(self, weights: MLPWeights) -> InputError | None:
         dispatcher, hidden = self._state.passage.dispatcher, self.layout.hidden
