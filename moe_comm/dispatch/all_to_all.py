@@ -81,6 +81,9 @@ class AllToAllDispatcher(Dispatcher):
         meet(self.channel, group, f"the {self.name} dispatcher", settings_of(self))
         self._handshake = Handshake(self.channel, placement, self.calls)
 
+    def _leave_behind(self, text: str) -> None:
+        self.channel.give_up(text)
+
     def _routing_fault(self, ids_TK: Tensor) -> RoutingError | None:
         return None  # counted with the slots, and told with the counts
 

@@ -12,7 +12,6 @@ A backend provides three primitives without autograd; ``dispatch/autograd.py`` j
 from __future__ import annotations
 
 import math
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -27,7 +26,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import _StopRecomputationError  # no public name
 
 from moe_comm.dispatch.checksums import Damage
-from moe_comm.dispatch.header import DTYPES, Header
+from moe_comm.dispatch.header import DTYPES, GroupCalls, Header
 from moe_comm.dispatch.payload import AS_THEY_ARE, Payloads
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.errors import (
@@ -117,32 +116,6 @@ class Dispatched:
     layout: Layout
 
 
-@dataclass(eq=False)
-class GroupCalls:
-    """What the dispatchers of one group share. Ranks build and call them in the same order, so all ranks agree on it.
-
-    They still agree after calls in which each rank used another dispatcher, and raised.
-
-    made: dispatchers. last: number of the last operation. most_experts: of any dispatcher, for handshakes of one size.
-    """
-
-    made: int = 0
-    last: int = 0
-    most_experts: int = 0
-    _numbers: Iterator[int] = field(default_factory=lambda: count(1), repr=False)
-
-    @classmethod
-    def of(cls, group: ProcessGroup | None) -> GroupCalls:
-        """Return those of ``group``; without a group, new ones."""
-        return cls() if group is None else _calls.setdefault(group, cls())
-
-    def next(self) -> int:
-        """Count an operation and return its number; each thread gets one of its own."""
-        self.last = next(self._numbers)
-        return self.last
-
-
-_calls: weakref.WeakKeyDictionary[ProcessGroup, GroupCalls] = weakref.WeakKeyDictionary()
 _makers = count(1)
 
 
@@ -151,7 +124,7 @@ class Dispatcher(ABC):
 
     Attributes:
         damage: of rows that arrived, with ``DispatchOptions.checksums``.
-        calls: shared by the dispatchers of this group.
+        calls: numbers of this group's operations.
         maker: a number that no other dispatcher of this process has.
     """
 
@@ -173,8 +146,13 @@ class Dispatcher(ABC):
         self.options = options or DispatchOptions()
         self.damage = Damage()
         self.calls = GroupCalls.of(group)
-        self._ordinal, self.calls.made = self.calls.made, self.calls.made + 1
+        self._ordinal = self.calls.add_dispatcher()
         self.maker = next(_makers)
+
+    @property
+    def num_calls(self) -> int:
+        """How many operations this dispatcher has begun."""
+        return self.calls.last(self._ordinal)
 
     @cached_property
     def num_experts(self) -> int:
@@ -243,34 +221,50 @@ class Dispatcher(ABC):
             x: any tensor of the dtype and on the device of the rows that would have been sent.
         """
         header = Header(
-            "dispatch", self.calls.next(), 0, x.dtype, 1, self.num_experts, False, label, fault, ordinal=self._ordinal
+            "dispatch",
+            self.calls.next(self._ordinal),
+            0,
+            x.dtype,
+            1,
+            self.num_experts,
+            False,
+            label,
+            fault,
+            ordinal=self._ordinal,
+            calls=self.calls,
         )
         self._send(x.new_empty(0, 0), x.new_empty(0, 1, dtype=torch.int64), header)
         raise fault
 
-    def abort(self, error: Exception, *, label: str = "") -> None:
+    def abort(self, error: Exception, *, label: str = "", in_flight: bool = False) -> None:
         """Tell the other ranks that this rank raised ``error`` between two operations, instead of its next one.
 
         Every rank then raises: this one ``error``, which the caller raises again, and the others ``PeerRaised`` from
         the operation that they are in, or that they call next. It must be one of a dispatcher of this group. This call
         waits for it, at most ``DispatchOptions.timeout_s``. Afterwards the group can be used again: the ranks agree on
-        the number of calls. It does nothing if the other ranks raise already, because ``error`` came from an
-        operation, and in backends that compare no headers between ranks (``DispatchOptions.checked`` is False).
+        the number of calls. It does nothing if the other ranks raise already, because ``error`` came from an operation.
+
+        Where ranks do not meet in the next operation, because rows are in flight or because nothing is ``checked``, the
+        others raise ``PeerError`` where they wait, and the group is unusable afterwards.
 
         Args:
             label: name of the layer, for the other ranks' message.
+            in_flight: rows of an operation that has begun are still in transfer.
         """
-        if self.world == 1 or known_to_peers(error) or not self.handshakes:
+        if self.world == 1 or known_to_peers(error):
             return
         mark_known(error)
         where = f" in layer {label!r}" if label else ""
         text = " ".join(str(error).split())[:MESSAGE_CHARS]
-        fault = PeerRaised(f"raised {type(error).__name__}{where} instead of its next operation: {text}")
+        text = f"raised {type(error).__name__}{where} instead of its next operation: {text}"
+        if in_flight or not self.handshakes:
+            self._leave_behind(f"rank {self.rank} {text}")
+            return
         with suppress(MoeCommError):
-            self.refuse(fault, torch.empty(0), label=label)
+            self.refuse(PeerRaised(text), torch.empty(0), label=label)
 
     @contextmanager
-    def abort_on_error(self, label: str = "") -> Iterator[None]:
+    def abort_on_error(self, label: str = "", *, in_flight: bool = False) -> Iterator[None]:
         """Call ``abort`` for an exception that leaves the ``with`` block, which holds what is done between operations:
         the experts, or the call of ``backward``."""
         try:
@@ -278,7 +272,7 @@ class Dispatcher(ABC):
         except _StopRecomputationError:  # how activation checkpointing ends a forward pass early
             raise
         except Exception as error:
-            self.abort(error, label=label)
+            self.abort(error, label=label, in_flight=in_flight)
             raise
 
     @property
@@ -286,13 +280,16 @@ class Dispatcher(ABC):
         """Whether every operation compares headers between ranks, and not only dispatch."""
         return self.options.checked
 
+    def _leave_behind(self, text: str) -> None:  # noqa: B027 - only what waits for torch.distributed has others to tell
+        """Tell the other ranks that this one does not go on, where they cannot meet it."""
+
     # --- for autograd.py and the backends ---
 
     def header(self, op: str, layout: Layout, requires_grad: bool) -> Header:
         """The next handshake for ``op`` on rows laid out by ``layout``."""
         return Header(
             op,
-            self.calls.next(),
+            self.calls.next(self._ordinal),
             layout.hidden,
             layout.dtype,
             layout.top_k,
@@ -301,6 +298,7 @@ class Dispatcher(ABC):
             layout.label,
             of_call=layout.call,
             ordinal=self._ordinal,
+            calls=self.calls,
         )
 
     def dispatch_header(self, x_TD: Tensor, ids_TK: Tensor, label: str) -> Header:
@@ -308,7 +306,7 @@ class Dispatcher(ABC):
         fault = self._fault(x_TD, ids_TK) or self.damage.fault()
         return Header(
             "dispatch",
-            self.calls.next(),
+            self.calls.next(self._ordinal),
             x_TD.shape[-1] if x_TD.dim() else 0,
             x_TD.dtype,
             ids_TK.shape[-1] if ids_TK.dim() else 0,
@@ -318,6 +316,7 @@ class Dispatcher(ABC):
             fault,
             ordinal=self._ordinal,
             maker=self.maker,
+            calls=self.calls,
         )
 
     def _fault(self, x_TD: Tensor, ids_TK: Tensor) -> MoeCommError | None:

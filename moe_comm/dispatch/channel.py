@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
+from moe_comm.dispatch.header import GroupCalls
 from moe_comm.dispatch.payload import as_dtype
 from moe_comm.dispatch.peers import Peers
 from moe_comm.errors import MoeCommError, PeerDied, PeerError, PeerTimeout
@@ -71,6 +72,7 @@ class Channel:
         self.timeout_s = timeout_s
         self.peers: Peers | None = None
         self.failed: PeerError | None = None
+        self.calls = GroupCalls.of(group)
         self._group = group
         self._backends = {device.type: group._get_backend(device).name() for device in group._device_types}
         self._place = 0
@@ -253,11 +255,22 @@ class Channel:
                     return
             if self.peers is not None and self.peers.ended():
                 raise RuntimeError("connection lost: a peer's process has ended")
+            if self.peers is not None and (text := self.peers.gave_up()):
+                self.failed = PeerError(f"rank {self.rank} in {doing}: {text}. This group is unusable.")
+                raise self.failed
             if left <= 0:
                 raise RuntimeError("timed out")
             if not noted and self.peers is not None:
                 self.peers.note(str(place), doing)
                 noted = True
+
+    def give_up(self, text: str) -> None:
+        """Tell the other ranks that this one leaves what is in flight: they raise ``PeerError`` within a second. Over
+        NCCL, where no rank looks while it waits, they do so at the deadline."""
+        if self.failed is None:
+            self.failed = PeerError(f"an earlier operation failed: {text}. This group is unusable.")
+            if self.peers is not None:
+                self.peers.give_up(text)
 
     def peer_error(self, message: str, waited_s: float, doing: str, place: int | None = None) -> PeerError | None:
         """Our error for the backend's ``message``; None if it is not about a peer."""

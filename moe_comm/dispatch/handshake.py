@@ -28,9 +28,9 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.dispatch import header as head
 from moe_comm.dispatch import peers, plain
-from moe_comm.dispatch.base import Dispatcher, GroupCalls, peers_routing_error, routing_error
+from moe_comm.dispatch.base import Dispatcher, peers_routing_error, routing_error
 from moe_comm.dispatch.channel import Channel
-from moe_comm.dispatch.header import FAULTS, Header, check, fault_word
+from moe_comm.dispatch.header import FAULTS, GroupCalls, Header, check, fault_word
 from moe_comm.errors import ConfigError, MoeCommError, RankMismatch, mark_known
 from moe_comm.topology import ExpertPlacement
 

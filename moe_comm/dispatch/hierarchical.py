@@ -160,6 +160,9 @@ class HierarchicalDispatcher(Dispatcher):
     def wire_bytes(self) -> dict[str, WireBytes]:
         return self._rail.wire_bytes
 
+    def _leave_behind(self, text: str) -> None:
+        self.channel.give_up(text)
+
     def _routing_fault(self, ids_TK: Tensor) -> RoutingError | None:
         return None  # counted with the slots, and told with the counts
 

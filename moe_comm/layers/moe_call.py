@@ -51,7 +51,7 @@ class SerialFlight:
         )
 
     def abort_on_error(self) -> AbstractContextManager[None]:
-        """Tell the other ranks of an exception in the ``with`` block, which they would otherwise wait for."""
+        """Tell the other ranks of an exception in the ``with`` block; they would wait for this one."""
         return self._dispatcher.abort_on_error(self.layout.label)
 
     def result(self) -> Tensor:
