@@ -57,6 +57,10 @@ class PeerTimeout(PeerError):
     """A peer did not arrive before the deadline."""
 
 
+FROM_PEERS = (PeerError, PeerRaised)
+"""What a rank raises because of another one, which has the cause."""
+
+
 class HeapError(MoeCommError, MemoryError):
     """Shared memory is exhausted or could not be reserved."""
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_comm.errors import RoutingError
+from moe_comm.errors import InputError, RoutingError
 from tests.dispatch import cases, workers
 from tests.dispatch.cases import CASES, Case
 from tests.dispatch.workers import INPUT_FAULTS, Job, Result
@@ -284,3 +284,12 @@ def test_local_refuses_bad_ids_and_works_on(device: str) -> None:
         with pytest.raises(RoutingError):
             dispatcher.dispatch(x_TD, torch.tensor([[0, 1], [1, bad], [2, 3]], device=device))
     assert dispatcher.dispatch(x_TD, torch.tensor([[0, 1], [1, 2], [2, 3]], device=device)).layout.num_rows == 6
+
+
+@pytest.mark.parametrize("backend", ["local", "plain"])
+def test_one_rank_refuses_the_layout_of_another_dispatcher(backend: str, device: str) -> None:
+    first, second = (workers.build(cases.BY_NAME["plain"], None, Job(backend, device), 0, 1) for _ in range(2))
+    x_TD, ids_TK = torch.ones(3, 4, device=device), torch.zeros(3, 1, dtype=torch.int64, device=device)
+    sent = first.dispatch(x_TD, ids_TK)
+    with pytest.raises(InputError, match="another dispatcher"):
+        second.combine(sent.rows_RD, torch.ones(3, 1, device=device), sent.layout)
