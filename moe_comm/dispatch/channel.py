@@ -197,6 +197,8 @@ class Channel:
     def _start(self, start: Callable[[], Work], device: torch.device, doing: str, nbytes: int) -> _Begun:
         """The work that ``start`` begins, which sends ``nbytes`` to others. Waiting for it raises its errors, those of
         beginning it too."""
+        if self.failed is None and self.calls.gave_up:  # by another channel of the group
+            self.failed = PeerError(f"an earlier operation failed: {self.calls.gave_up}. This group is unusable.")
         if self.failed is not None:
             raise type(self.failed)(*self.failed.args)
         self._place = place = self._place + 1
@@ -267,8 +269,8 @@ class Channel:
     def give_up(self, text: str) -> None:
         """Tell the other ranks that this one leaves what is in flight: they raise ``PeerError`` within a second. Over
         NCCL, where no rank looks while it waits, they do so at the deadline."""
-        if self.failed is None:
-            self.failed = PeerError(f"an earlier operation failed: {text}. This group is unusable.")
+        if self.failed is None and not self.calls.gave_up:
+            self.calls.gave_up = text
             if self.peers is not None:
                 self.peers.give_up(text)
 

@@ -63,9 +63,11 @@ class GroupCalls:
     raised, each of them learns the others' numbers from their headers: after the error all agree again.
 
     most_experts: of any dispatcher of the group, for handshakes of one size.
+    gave_up: why this rank takes part in no operation of the group any more; empty while it does.
     """
 
     most_experts: int = 0
+    gave_up: str = ""
     _made: int = 0
     _last: dict[int, int] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -46,9 +47,8 @@ class SerialFlight:
         """Run the experts."""
         sizes, alloc, label = self.layout.rows_per_expert, self._dispatcher.empty_rows, self.layout.label
         rows_RD, again = self.thread.to(compute_dtype(self.thread)), weights.recompute
-        self.thread = grouped_mlp(
-            rows_RD, sizes, *weights.tensors, weights.activation, alloc, again, label, self.abort_on_error
-        )
+        guard = partial(self._dispatcher.abort_on_error, label)  # not of this object, which holds the output
+        self.thread = grouped_mlp(rows_RD, sizes, *weights.tensors, weights.activation, alloc, again, label, guard)
 
     def abort_on_error(self) -> AbstractContextManager[None]:
         """Tell the other ranks of an exception in the ``with`` block; they would wait for this one."""

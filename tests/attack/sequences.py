@@ -121,14 +121,17 @@ def sequences(backend: str) -> SearchStrategy[Sequence]:
         kind=st.sampled_from(["dispatch", "combine", "backward"]),
         dispatcher=st.integers(0, 1),
         pick=st.integers(0, 3),
-        tokens=st.tuples(*[st.sampled_from([3, 0, 1, 7])] * MOST_RANKS),
+        # Often the same, or handles that are mixed up would differ in the number of their rows.
+        tokens=st.just((3,) * MOST_RANKS) | st.tuples(*[st.sampled_from([3, 0, 1, 7])] * MOST_RANKS),
         strides=st.sampled_from(STRIDES),
-        seed=st.integers(0, 99),
+        seed=st.integers(0, 2),
         odd=st.none() | odd,
     )
     some = st.integers(1, 5)
     # Dispatchers of other experts have other memory there, and no rank can see what is called in it.
-    experts = st.tuples(some, some) if backend != "peer_to_peer" else some.map(lambda number: (number, number))
+    experts = some.map(lambda number: (number, number))
+    if backend != "peer_to_peer":
+        experts |= st.tuples(some, some)
     dtypes = [name for name in DTYPES if name != "float64" or backend in GLOO or backend == "local"]
     return st.builds(
         Sequence,

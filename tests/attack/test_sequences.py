@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from moe_comm import errors
 from tests.attack import ranks
 from tests.attack.ranks import Outcome
-from tests.attack.sequences import BACKENDS, Sequence, sequences
+from tests.attack.sequences import BACKENDS, Odd, Sequence, Step, sequences
 from tests.pool import RankPool
 
 pytest.importorskip("moe_comm._C", reason="the native core is not built")
@@ -24,8 +24,11 @@ RUN_S = 60.0
 FEW, MANY = 17, 334
 """Sequences of each backend: 100 and 2,000 in all."""
 
-KEPT: tuple[Sequence, ...] = ()
-"""Sequences that failed once."""
+KEPT = tuple(
+    Sequence(backend, 2, (Step("dispatch"), Step("combine", odd=Odd(1, "bad rows")), Step("combine")), checked=False)
+    for backend in ("shared_memory", "peer_to_peer")
+)
+"""Sequences that failed once. These two: the backends compare headers unchecked, too, but combine told of no fault."""
 
 
 class Pools:
@@ -74,7 +77,7 @@ def attack(pools: Pools, sequence: Sequence) -> None:
 def check(sequence: Sequence, found: list[list[Outcome]]) -> bool:
     """Raise unless each step is as it should be; return whether the group was lost."""
     alive = [rank for rank in range(sequence.world) if rank not in sequence.killed]
-    dead = False
+    dead, dispatched = False, 0
     for place, step in enumerate(sequence.steps):
         odd = sequence.deviation(step)
         dead = dead or (odd is not None and odd.how == "kill")
@@ -86,16 +89,17 @@ def check(sequence: Sequence, found: list[list[Outcome]]) -> bool:
         if dead:
             assert kinds == {"PeerDied"}, where
             return True
+        if odd is not None and odd.how == "other handle" and dispatched < 2:
+            odd = None  # there is no other one
+        dispatched += step.kind == "dispatch" and kinds == {""}
         if odd is None:
             assert kinds == {""}, where
         elif odd.how == "raise":
-            told = "PeerRaised" if sequence.handshakes or step.kind == "dispatch" else "PeerError"
-            assert outcomes[odd.rank][0] == "Boom", where
+            told = "PeerRaised" if sequence.handshakes else "PeerError"
+            assert outcomes.get(odd.rank, ("Boom", ""))[0] == "Boom", where
             assert {kind for rank, (kind, _) in outcomes.items() if rank != odd.rank} <= {told}, where
             if told == "PeerError" and sequence.world > 1:
                 return True
-        elif odd.how == "other handle" and kinds == {""}:
-            assert place < 2 or sum(earlier.kind == "dispatch" for earlier in sequence.steps[:place]) < 2, where
         else:
             assert len(kinds) == 1 and kinds <= EXPECTED[odd.how], where
             assert issubclass(getattr(errors, next(iter(kinds))), errors.MoeCommError)
@@ -104,7 +108,7 @@ def check(sequence: Sequence, found: list[list[Outcome]]) -> bool:
 
 EXPECTED = {
     "bad id": {"RoutingError"},
-    "other dispatcher": {"RankMismatch"},
+    "other dispatcher": {"RankMismatch", "RoutingError"},  # it may have fewer experts
     "bad rows": {"InputError"},
     "other handle": {"InputError", "RankMismatch"},
 }
@@ -131,6 +135,6 @@ def draw_and_attack(backend: str, pools: Pools, number: int) -> None:
     draw()
 
 
-@pytest.mark.parametrize("sequence", KEPT, ids=str)
+@pytest.mark.parametrize("sequence", KEPT, ids=lambda sequence: sequence.backend)
 def test_what_failed_once(sequence: Sequence, pools: Pools) -> None:
     attack(pools, sequence)
