@@ -16,6 +16,20 @@ class MoeCommError(RuntimeError):
     details: str = ""
 
 
+def mark_known(error: BaseException) -> None:
+    """Note on ``error`` that the other ranks of the group know of it: they raise, too."""
+    error._known_to_peers = True  # type: ignore[attr-defined]
+
+
+def known_to_peers(error: BaseException) -> bool:
+    """Return whether ``error``, or what it was raised from, came from an operation or was passed to ``abort``."""
+    while not getattr(error, "_known_to_peers", False):
+        if error.__cause__ is None:
+            return False
+        error = error.__cause__
+    return True
+
+
 class ConfigError(MoeCommError, ValueError):
     """A setting is unknown, out of range, or contradicts another."""
 
@@ -32,6 +46,10 @@ class RankMismatch(MoeCommError):
     """Ranks of one group disagree: on hidden size, dtype, top-k, experts, or on the order of calls."""
 
 
+class PeerRaised(MoeCommError):
+    """Another rank raised an exception between two operations; the message has its type and text."""
+
+
 class PeerError(MoeCommError):
     """Another rank cannot take part any more; this group is unusable afterwards."""
 
@@ -42,6 +60,10 @@ class PeerDied(PeerError):
 
 class PeerTimeout(PeerError):
     """A peer did not arrive before the deadline."""
+
+
+FROM_PEERS = (PeerError, PeerRaised)
+"""What a rank raises because of another one, which has the cause."""
 
 
 class HeapError(MoeCommError, MemoryError):

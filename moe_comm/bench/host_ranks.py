@@ -28,7 +28,7 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 from moe_comm.bench.hosts import INTERFACE, Hosts, host_address
-from moe_comm.errors import ConfigError, MoeCommError, PeerError
+from moe_comm.errors import FROM_PEERS, ConfigError, MoeCommError
 from moe_comm.runtime import cpu_guard
 from moe_comm.runtime.launch import (
     AGENT_STORE_VARIABLE,
@@ -220,7 +220,7 @@ def _results(hosts: Hosts, ranks: Sequence[_Rank], per_host: int, late: dict[int
     answers = {index: pickle.loads(raw) for index, raw in found.items() if raw}
     faults = {index: answer[1] for index, answer in answers.items() if not answer[0]}
     by_time = sorted(faults, key=lambda index: faults[index].time_ns)
-    causes = [index for index in by_time if not issubclass(class_of(faults[index].kind), PeerError)]
+    causes = [index for index in by_time if not issubclass(class_of(faults[index].kind), FROM_PEERS)]
     silent = [index for index in range(len(ranks)) if index not in answers and index not in late]
 
     def who(index: int) -> str:

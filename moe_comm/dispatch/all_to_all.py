@@ -79,7 +79,10 @@ class AllToAllDispatcher(Dispatcher):
         super().__init__(placement, group, rank, options)
         self.channel = Channel(group, rank, self.world, self.options.timeout_s)
         meet(self.channel, group, f"the {self.name} dispatcher", settings_of(self))
-        self._handshake = Handshake(self.channel, placement)
+        self._handshake = Handshake(self.channel, placement, self.calls)
+
+    def _leave_behind(self, text: str) -> None:
+        self.channel.give_up(text)
 
     def _routing_fault(self, ids_TK: Tensor) -> RoutingError | None:
         return None  # counted with the slots, and told with the counts
@@ -218,6 +221,7 @@ class AllToAllDispatcher(Dispatcher):
             label=header.label,
             state=routes,
             call=header.seq,
+            maker=header.maker,
         )
 
 

@@ -112,6 +112,10 @@ def dispatch_by(
 
 
 def _combine_fault(dispatcher: Dispatcher, rows_RD: Tensor, weights_TK: Tensor, layout: Layout) -> MoeCommError | None:
+    if layout.maker != dispatcher.maker:
+        return InputError(
+            f"this layout, of call {layout.call}, was made by another dispatcher; combine with the one that dispatched"
+        )
     if tuple(rows_RD.shape) != (layout.num_rows, layout.hidden) or rows_RD.dtype != layout.dtype:
         return InputError(
             f"combine needs rows [{layout.num_rows}, {layout.hidden}] {layout.dtype}, as dispatch gave them; "
@@ -124,15 +128,15 @@ def _combine_fault(dispatcher: Dispatcher, rows_RD: Tensor, weights_TK: Tensor, 
             f"combine needs rows and weights on {layout.device}, where dispatch was called; "
             f"got rows on {rows_RD.device} and weights on {weights_TK.device}"
         )
-    # Unchecked, the others would not hear of it: it waits for the next dispatch.
-    return dispatcher.damage.fault() if dispatcher.options.checked else None
+    # Without a handshake the others would not hear of it: it waits for the next dispatch.
+    return dispatcher.damage.fault() if dispatcher.handshakes else None
 
 
 def combine(dispatcher: Dispatcher, rows_RD: Tensor, weights_TK: Tensor, layout: Layout) -> Tensor:
     """Differentiable combine; see ``Dispatcher.combine``."""
     fault = _combine_fault(dispatcher, rows_RD, weights_TK, layout)
     if fault is not None:
-        if dispatcher.options.checked:
+        if dispatcher.handshakes:
             # A handshake that holds the fault, so that every rank raises it; no backend's _send goes further.
             header = replace(dispatcher.header("combine", layout, False), fault=fault)
             dispatcher._send(rows_RD.detach(), weights_TK.detach(), header)

@@ -12,23 +12,36 @@ A backend provides three primitives without autograd; ``dispatch/autograd.py`` j
 from __future__ import annotations
 
 import math
-import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import _StopRecomputationError  # no public name
 
 from moe_comm.dispatch.checksums import Damage
-from moe_comm.dispatch.header import DTYPES, Header
+from moe_comm.dispatch.header import DTYPES, GroupCalls, Header
 from moe_comm.dispatch.payload import AS_THEY_ARE, Payloads
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
-from moe_comm.errors import ConfigError, InputError, MoeCommError, RoutingError
+from moe_comm.errors import (
+    ConfigError,
+    InputError,
+    MoeCommError,
+    PeerRaised,
+    RoutingError,
+    known_to_peers,
+    mark_known,
+)
 from moe_comm.topology import ExpertPlacement
 
+MESSAGE_CHARS = 160
+"""Of an exception's text, what other ranks are told: it travels in a header."""
 DROPPED = -1
 """Expert id of a slot that goes to no expert and adds nothing to the output."""
 INVALID_LOGITS = -2
@@ -78,6 +91,7 @@ class Layout:
     num_dropped: slots of this rank's tokens with id -1.
     state: private to the backend that made the layout.
     call: number of the dispatch call, by which ranks notice that they combine different ones.
+    maker: which of this process's dispatchers made it; ``combine`` of any other one raises.
     """
 
     num_tokens: int
@@ -91,6 +105,7 @@ class Layout:
     label: str
     state: Any = field(repr=False)
     call: int = 0
+    maker: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,15 +116,7 @@ class Dispatched:
     layout: Layout
 
 
-_made: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
-
-
-def _next_ordinal(group: ProcessGroup | None) -> int:
-    """How many dispatchers ``group`` had before: ranks make them in the same order, so it names one on all of them."""
-    if group is None:
-        return 0
-    _made[group] = _made.get(group, -1) + 1
-    return _made[group]
+_makers = count(1)
 
 
 class Dispatcher(ABC):
@@ -117,6 +124,8 @@ class Dispatcher(ABC):
 
     Attributes:
         damage: of rows that arrived, with ``DispatchOptions.checksums``.
+        calls: numbers of this group's operations.
+        maker: a number that no other dispatcher of this process has.
     """
 
     name: ClassVar[str]
@@ -136,8 +145,14 @@ class Dispatcher(ABC):
         self.world = placement.world
         self.options = options or DispatchOptions()
         self.damage = Damage()
-        self._seq = 0
-        self._ordinal = _next_ordinal(group)
+        self.calls = GroupCalls.of(group)
+        self._ordinal = self.calls.add_dispatcher()
+        self.maker = next(_makers)
+
+    @property
+    def num_calls(self) -> int:
+        """How many operations this dispatcher has begun."""
+        return self.calls.last(self._ordinal)
 
     @cached_property
     def num_experts(self) -> int:
@@ -205,21 +220,76 @@ class Dispatcher(ABC):
         Args:
             x: any tensor of the dtype and on the device of the rows that would have been sent.
         """
-        self._seq += 1
         header = Header(
-            "dispatch", self._seq, 0, x.dtype, 1, self.num_experts, False, label, fault, ordinal=self._ordinal
+            "dispatch",
+            self.calls.next(self._ordinal),
+            0,
+            x.dtype,
+            1,
+            self.num_experts,
+            False,
+            label,
+            fault,
+            ordinal=self._ordinal,
+            calls=self.calls,
         )
         self._send(x.new_empty(0, 0), x.new_empty(0, 1, dtype=torch.int64), header)
         raise fault
+
+    def abort(self, error: Exception, *, label: str = "", in_flight: bool = False) -> None:
+        """Tell the other ranks that this rank raised ``error`` between two operations, instead of its next one.
+
+        Every rank then raises: this one ``error``, which the caller raises again, and the others ``PeerRaised`` from
+        the operation that they are in, or that they call next. It must be one of a dispatcher of this group. This call
+        waits for it, at most ``DispatchOptions.timeout_s``. Afterwards the group can be used again: the ranks agree on
+        the number of calls. It does nothing if the other ranks raise already, because ``error`` came from an operation.
+
+        Where ranks do not meet in the next operation, because rows are in flight or because nothing is ``checked``, the
+        others raise ``PeerError`` where they wait, and the group is unusable afterwards.
+
+        Args:
+            label: name of the layer, for the other ranks' message.
+            in_flight: rows of an operation that has begun are still in transfer.
+        """
+        if self.world == 1 or known_to_peers(error):
+            return
+        mark_known(error)
+        where = f" in layer {label!r}" if label else ""
+        text = " ".join(str(error).split())[:MESSAGE_CHARS]
+        text = f"raised {type(error).__name__}{where} instead of its next operation: {text}"
+        if in_flight or not self.handshakes:
+            self._leave_behind(f"rank {self.rank} {text}")
+            return
+        with suppress(MoeCommError):
+            self.refuse(PeerRaised(text), torch.empty(0), label=label)
+
+    @contextmanager
+    def abort_on_error(self, label: str = "", *, in_flight: bool = False) -> Iterator[None]:
+        """Call ``abort`` for an exception that leaves the ``with`` block, which holds what is done between operations:
+        the experts, or the call of ``backward``."""
+        try:
+            yield
+        except _StopRecomputationError:  # how activation checkpointing ends a forward pass early
+            raise
+        except Exception as error:
+            self.abort(error, label=label, in_flight=in_flight)
+            raise
+
+    @property
+    def handshakes(self) -> bool:
+        """Whether every operation compares headers between ranks, and not only dispatch."""
+        return self.options.checked
+
+    def _leave_behind(self, text: str) -> None:  # noqa: B027 - only what waits for torch.distributed has others to tell
+        """Tell the other ranks that this one does not go on, where they cannot meet it."""
 
     # --- for autograd.py and the backends ---
 
     def header(self, op: str, layout: Layout, requires_grad: bool) -> Header:
         """The next handshake for ``op`` on rows laid out by ``layout``."""
-        self._seq += 1
         return Header(
             op,
-            self._seq,
+            self.calls.next(self._ordinal),
             layout.hidden,
             layout.dtype,
             layout.top_k,
@@ -228,15 +298,15 @@ class Dispatcher(ABC):
             layout.label,
             of_call=layout.call,
             ordinal=self._ordinal,
+            calls=self.calls,
         )
 
     def dispatch_header(self, x_TD: Tensor, ids_TK: Tensor, label: str) -> Header:
         """The handshake of a dispatch; holds the fault if the input is bad."""
-        self._seq += 1
         fault = self._fault(x_TD, ids_TK) or self.damage.fault()
         return Header(
             "dispatch",
-            self._seq,
+            self.calls.next(self._ordinal),
             x_TD.shape[-1] if x_TD.dim() else 0,
             x_TD.dtype,
             ids_TK.shape[-1] if ids_TK.dim() else 0,
@@ -245,6 +315,8 @@ class Dispatcher(ABC):
             label,
             fault,
             ordinal=self._ordinal,
+            maker=self.maker,
+            calls=self.calls,
         )
 
     def _fault(self, x_TD: Tensor, ids_TK: Tensor) -> MoeCommError | None:

@@ -22,6 +22,8 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
+from moe_comm.dispatch.header import GroupCalls
+from moe_comm.dispatch.payload import as_dtype
 from moe_comm.dispatch.peers import Peers
 from moe_comm.errors import MoeCommError, PeerDied, PeerError, PeerTimeout
 from moe_comm.runtime.event_layout import Kind
@@ -70,6 +72,7 @@ class Channel:
         self.timeout_s = timeout_s
         self.peers: Peers | None = None
         self.failed: PeerError | None = None
+        self.calls = GroupCalls.of(group)
         self._group = group
         self._backends = {device.type: group._get_backend(device).name() for device in group._device_types}
         self._place = 0
@@ -126,10 +129,10 @@ class Channel:
         width = rows[:1].numel() if rows.shape[0] else torch.Size(rows.shape[1:]).numel()
         if not width:  # on every rank
             return Coming.here(rows.new_empty(shape) if out is None else out)
-        sent = rows.to(self.wire(rows.device)).contiguous().view(rows.shape[0], width).view(torch.uint8)
+        sent = as_dtype(torch.uint8, rows.to(self.wire(rows.device)).contiguous().view(rows.shape[0], width))
         home = out if out is not None and out.device == sent.device else None
         if home is not None:
-            landing = home.view(shape[0], width).view(torch.uint8)
+            landing = as_dtype(torch.uint8, home.view(shape[0], width))
         else:
             landing = warm_rows(shape[0], sent.shape[1], torch.uint8, sent.device)
         options = AllToAllOptions()
@@ -194,6 +197,8 @@ class Channel:
     def _start(self, start: Callable[[], Work], device: torch.device, doing: str, nbytes: int) -> _Begun:
         """The work that ``start`` begins, which sends ``nbytes`` to others. Waiting for it raises its errors, those of
         beginning it too."""
+        if self.failed is None and self.calls.gave_up:  # by another channel of the group
+            self.failed = PeerError(f"an earlier operation failed: {self.calls.gave_up}. This group is unusable.")
         if self.failed is not None:
             raise type(self.failed)(*self.failed.args)
         self._place = place = self._place + 1
@@ -252,11 +257,22 @@ class Channel:
                     return
             if self.peers is not None and self.peers.ended():
                 raise RuntimeError("connection lost: a peer's process has ended")
+            if self.peers is not None and (text := self.peers.gave_up()):
+                self.failed = PeerError(f"rank {self.rank} in {doing}: {text}. This group is unusable.")
+                raise self.failed
             if left <= 0:
                 raise RuntimeError("timed out")
             if not noted and self.peers is not None:
                 self.peers.note(str(place), doing)
                 noted = True
+
+    def give_up(self, text: str) -> None:
+        """Tell the other ranks that this one leaves what is in flight: they raise ``PeerError`` within a second. Over
+        NCCL, where no rank looks while it waits, they do so at the deadline."""
+        if self.failed is None and not self.calls.gave_up:
+            self.calls.gave_up = text
+            if self.peers is not None:
+                self.peers.give_up(text)
 
     def peer_error(self, message: str, waited_s: float, doing: str, place: int | None = None) -> PeerError | None:
         """Our error for the backend's ``message``; None if it is not about a peer."""
@@ -305,4 +321,4 @@ def operation(doing: str) -> str:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
+    return as_dtype(torch.uint8, tensor.view(1, -1)).view(-1)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moe_comm.dispatch.payload import rounded
+from moe_comm.dispatch.payload import as_dtype, rounded
 from moe_comm.errors import CorruptPayload
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def row_sums(rows_RD: Tensor) -> Tensor:
     rows_RD = rows_RD.contiguous()
     if rows_RD.data_ptr() % size:
         rows_RD = rows_RD.clone()
-    return rows_RD.view(torch.uint8).view(_WORDS[size]).sum(1, dtype=torch.int64)
+    return as_dtype(_WORDS[size], rows_RD).sum(1, dtype=torch.int64)
 
 
 @dataclass

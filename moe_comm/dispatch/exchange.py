@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.dispatch.channel import Channel, Coming, operation
-from moe_comm.dispatch.header import COLLECTIVE, Header, failure, fault_word, other_collective
+from moe_comm.dispatch.header import COLLECTIVE, COLLECTIVES, Header, failure, fault_word, other_collective
 from moe_comm.dispatch.plain import added_in_order
 from moe_comm.errors import HeapError
 from moe_comm.runtime.event_layout import Kind
@@ -43,7 +43,6 @@ class SharedChannel(Channel):
     """
 
     _shared: SharedGroup | None = None
-    _calls = 0
     sharing = True
     """Set alike on every rank: whether to use shared memory where there is some."""
     checked = False
@@ -63,12 +62,12 @@ class SharedChannel(Channel):
         """
         if not self.checked or self._takes(x):
             return
-        self._calls += 1
-        words = torch.tensor([self._calls, zlib.crc32(doing.encode())])
+        call = self.calls.next(COLLECTIVES)
+        words = torch.tensor([call, zlib.crc32(doing.encode())])
         told = self.all_gather(words.to(self.control_device), f"the check before {doing}").cpu()
         odd = [rank for rank, row in enumerate(told.tolist()) if row != told[self.rank].tolist()]
         if odd:
-            raise other_collective(self.rank, self._calls, doing, f"ranks {odd} are in another")
+            raise other_collective(self.rank, call, doing, f"ranks {odd} are in another")
 
     def agree(self, doing: str, x: Tensor) -> None:
         """As ``compare``, before transfers that never compare by themselves (``rotate``): through shared memory where
@@ -215,9 +214,9 @@ class SharedChannel(Channel):
     ) -> tuple[Header, tuple[Any, ...]]:
         """The next call's header, and what all calls of the native core begin with."""
         assert self._shared is not None
-        self._calls += 1
+        call = self.calls.next(COLLECTIVES)
         self._shared.communicator.set_timeout(self.timeout_s)
-        header = Header(COLLECTIVE, self._calls, num_bytes, dtype, 0, 0, False, doing, fault)
+        header = Header(COLLECTIVE, call, num_bytes, dtype, 0, 0, False, doing, fault, calls=self.calls)
         return header, (header.compared(), doing, fault_word(fault), str(fault or ""), offer.data_ptr(), offer.nbytes)
 
     def _no_room(self, error: Any, header: Header, instead: str) -> None:

@@ -8,7 +8,8 @@ At construction, once (fixed size, whatever the ranks disagree on):
 A fact that is not a number travels as its checksum. Where checksums differ, all ranks see it, and exchange the values
 in words in a second all-gather of fixed size, so that the error can name the fields that differ.
 
-Before every operation (one all-gather, its size fixed by the number of experts):
+Before every operation (one all-gather; E is the largest number of experts of the group's dispatchers, so that ranks
+which call different dispatchers exchange the same number of bytes):
 
     header.WORDS    tokens    device    bad ids    first bad slot    its id    | rows for each expert [E]
 
@@ -32,8 +33,8 @@ from moe_comm.dispatch import header as head
 from moe_comm.dispatch import peers, plain
 from moe_comm.dispatch.base import Dispatcher, peers_routing_error, routing_error
 from moe_comm.dispatch.channel import Channel
-from moe_comm.dispatch.header import FAULTS, Header, check, fault_word
-from moe_comm.errors import ConfigError, MoeCommError, RankMismatch
+from moe_comm.dispatch.header import FAULTS, GroupCalls, Header, check, fault_word
+from moe_comm.errors import ConfigError, MoeCommError, RankMismatch, mark_known
 from moe_comm.topology import ExpertPlacement
 
 FACTS = 14
@@ -171,9 +172,12 @@ class Counts:
 class Handshake:
     """The exchange that starts every operation of one dispatcher."""
 
-    def __init__(self, channel: Channel, placement: ExpertPlacement) -> None:
+    def __init__(self, channel: Channel, placement: ExpertPlacement, calls: GroupCalls) -> None:
         self._channel = channel
         self._num_experts = placement.num_experts
+        # Every rank is here once all have met, so all handshakes of the group grow at the same call.
+        calls.most_experts = max(calls.most_experts, placement.num_experts)
+        self._calls = calls
 
     def exchange(self, header: Header, ids_TK: Tensor | None, device: torch.device) -> Counts:
         """Tell and learn; raise the same error on every rank if one is bad or two differ.
@@ -182,7 +186,14 @@ class Handshake:
             InputError, RoutingError, RankMismatch: as ``header.check`` does.
             PeerDied, PeerTimeout: a rank does not answer.
         """
-        words = torch.from_numpy(np.concatenate((header.pack(), np.zeros(EXTRA + self._num_experts, np.int64))))
+        try:
+            return self._exchange(header, ids_TK, device)
+        except MoeCommError as error:
+            mark_known(error)
+            raise
+
+    def _exchange(self, header: Header, ids_TK: Tensor | None, device: torch.device) -> Counts:
+        words = torch.from_numpy(np.concatenate((header.pack(), np.zeros(EXTRA + self._calls.most_experts, np.int64))))
         words[head.WORDS + 1] = DEVICES.index(device.type) if device.type in DEVICES else len(DEVICES)
         words = words.to(self._channel.control_device, non_blocking=True)
         counts = None
@@ -190,7 +201,7 @@ class Handshake:
             words[head.WORDS] = ids_TK.shape[0]
             counts = plain.count_slots(ids_TK, self._num_experts).to(words.device)
             words[head.WORDS + 2 : head.WORDS + EXTRA] = counts[self._num_experts + 1 :]
-            words[head.WORDS + EXTRA :] = counts[: self._num_experts]
+            words[head.WORDS + EXTRA : head.WORDS + EXTRA + self._num_experts] = counts[: self._num_experts]
         rows: Words = self._channel.all_gather(words, describe(header)).cpu().numpy()
         check(list(rows[:, : head.WORDS]), self._channel.rank, header)
         extra = rows[:, head.WORDS : head.WORDS + EXTRA]
@@ -200,7 +211,7 @@ class Handshake:
             )
             raise RankMismatch(f"ranks disagree on the device of the rows in {describe(header)}: {given}")
         self._check_ids(extra, ids_TK, header)
-        rows_WE = rows[:, head.WORDS + EXTRA :]
+        rows_WE = rows[:, head.WORDS + EXTRA : head.WORDS + EXTRA + self._num_experts]
         slots = ids_TK.numel() if ids_TK is not None else 0
         dropped = slots - int(rows_WE[self._channel.rank].sum())
         return Counts(rows_WE, tuple(int(v) for v in extra[:, 0]), dropped)

@@ -7,14 +7,17 @@ disagree on everything else still exchange the same number of bytes.
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+from threading import Lock
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.distributed import ProcessGroup
 
 from moe_comm import errors
 
@@ -27,16 +30,77 @@ FAULTS: tuple[type[errors.MoeCommError], ...] = (
     errors.ConfigError,
     errors.HeapError,
     errors.CorruptPayload,
+    errors.PeerRaised,
 )
 
-COMPARED = ("operation", "call number", "hidden size", "dtype", "top-k", "experts", "requires_grad", "layer or rows")
+COMPARED = (
+    "operation",
+    "call number",
+    "hidden size",
+    "dtype",
+    "top-k",
+    "experts",
+    "requires_grad",
+    "layer, dispatcher or rows",
+)
 NUM_COMPARED = len(COMPARED)
 FAULT_SLOT = NUM_COMPARED
 TEXT_START = FAULT_SLOT + 1
 TEXT_WORDS = 40
 WORDS = TEXT_START + TEXT_WORDS
+ORDINAL_MASK = 0xFFF
+COLLECTIVES = ORDINAL_MASK
+"""The ordinal of a group's collectives among its dispatchers."""
 
 Words = npt.NDArray[np.int64]
+
+
+@dataclass(eq=False)
+class GroupCalls:
+    """The numbers of a group's operations, counted for each dispatcher, and for the collectives, by itself.
+
+    Ranks make the same calls in the same order, so they agree on the numbers. Where ranks called different ones, and so
+    raised, each of them learns the others' numbers from their headers: after the error all agree again.
+
+    most_experts: of any dispatcher of the group, for handshakes of one size.
+    gave_up: why this rank takes part in no operation of the group any more; empty while it does.
+    """
+
+    most_experts: int = 0
+    gave_up: str = ""
+    _made: int = 0
+    _last: dict[int, int] = field(default_factory=dict)
+    _lock: Lock = field(default_factory=Lock)
+
+    @classmethod
+    def of(cls, group: ProcessGroup | None) -> GroupCalls:
+        """Return those of ``group``; without a group, new ones."""
+        return cls() if group is None else _calls.setdefault(group, cls())
+
+    def add_dispatcher(self) -> int:
+        """Return the number of a new dispatcher; all ranks make them in the same order."""
+        self._made += 1
+        return self._made - 1
+
+    def last(self, ordinal: int) -> int:
+        """Return the number of the last operation of the dispatcher ``ordinal``, or of the collectives."""
+        return self._last.get(ordinal & ORDINAL_MASK, 0)
+
+    def next(self, ordinal: int) -> int:
+        """Count an operation and return its number."""
+        with self._lock:
+            found = self._last[ordinal & ORDINAL_MASK] = self.last(ordinal) + 1
+        return found
+
+    def catch_up(self, headers: Sequence[Words]) -> None:
+        """Count what the ranks began that sent ``headers``, all of them."""
+        with self._lock:
+            for words in headers:
+                ordinal = COLLECTIVES if words[0] == OPS.index(COLLECTIVE) else int(words[7]) & ORDINAL_MASK
+                self._last[ordinal] = max(self.last(ordinal), int(words[1]))
+
+
+_calls: weakref.WeakKeyDictionary[ProcessGroup, GroupCalls] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -46,6 +110,8 @@ class Header:
     fault: an error in its own input, found before data moves.
     of_call: call number of the dispatch whose rows these are; 0 for a dispatch itself.
     ordinal: which of the group's dispatchers.
+    maker: which of this process's dispatchers; not compared.
+    calls: of the group; ranks that disagree bring it into agreement.
     """
 
     op: str
@@ -59,6 +125,8 @@ class Header:
     fault: errors.MoeCommError | None = None
     of_call: int = 0
     ordinal: int = 0
+    maker: int = 0
+    calls: GroupCalls | None = field(default=None, repr=False, compare=False)
 
     def compared(self) -> tuple[int, ...]:
         """The words in which ranks must agree, in the order of ``COMPARED``."""
@@ -96,7 +164,7 @@ def fault_word(fault: errors.MoeCommError | None, otherwise: type[errors.MoeComm
 
 @lru_cache(maxsize=4096)
 def _origin_hash(label: str, ordinal: int) -> int:
-    return zlib.crc32(f"{ordinal} {label}".encode())
+    return (zlib.crc32(f"{ordinal} {label}".encode()) & ~ORDINAL_MASK) | (ordinal & ORDINAL_MASK)
 
 
 def origin_word(label: str, ordinal: int, of_call: int) -> int:
@@ -108,16 +176,17 @@ def _text(words: Words) -> str:
     return words[TEXT_START:].tobytes().rstrip(b"\0").decode(errors="replace")
 
 
-def _show(field: int, words: Words) -> str:
-    value = int(words[field])
-    if field == 0:
+def _show(place: int, words: Words) -> str:
+    value = int(words[place])
+    if place == 0:
         return OPS[value] if 0 <= value < len(OPS) else f"unknown operation {value}"
-    if field == 3:
+    if place == 3:
         return str(DTYPES[value]).removeprefix("torch.") if 0 <= value < len(DTYPES) else "unsupported dtype"
-    if field == 6:
+    if place == 6:
         return str(bool(value))
-    if field == 7:
-        return repr(_text(words)) + (f" (rows of call {value >> 32})" if value >> 32 else "")
+    if place == 7:
+        rows = f", rows of call {value >> 32}" if value >> 32 else ""
+        return f"{_text(words)!r} (dispatcher {value & ORDINAL_MASK}{rows})"
     return str(value)
 
 
@@ -128,20 +197,27 @@ def check(headers: Sequence[Words], rank: int, own: Header) -> None:
         the fault's own class (``RoutingError``, ``InputError``): some rank's input is bad.
         RankMismatch: the ranks are not doing the same thing.
     """
+    compared = [tuple(words[:NUM_COMPARED]) for words in headers]
+    if own.calls is not None and len(set(compared)) > 1:
+        own.calls.catch_up(headers)
     if own.fault is not None:
         raise own.fault
     for peer, words in enumerate(headers):
         if words[FAULT_SLOT]:
-            raise FAULTS[int(words[FAULT_SLOT]) - 1](f"rank {peer}: {_text(words)}")
-    if own.op == COLLECTIVE and len({tuple(words[:NUM_COMPARED]) for words in headers}) > 1:
+            kind, text = FAULTS[int(words[FAULT_SLOT]) - 1], f"rank {peer}: {_text(words)}"
+            if kind is errors.PeerRaised:
+                text += f". This rank was in {own.op} (call {own.seq})" + (f" of layer {own.label!r}" * bool(own.label))
+            raise kind(text)
+    if own.op == COLLECTIVE and len(set(compared)) > 1:
         raise other_collective(rank, own.seq, own.label, _others(headers, rank))
-    for field in range(NUM_COMPARED):
-        values = [int(words[field]) for words in headers]
-        if len(set(values)) > 1:
-            given = ", ".join(f"rank {peer}: {_show(field, words)}" for peer, words in enumerate(headers))
+    if len(set(compared)) <= 1:
+        return
+    for place in range(NUM_COMPARED):
+        if len({words[place] for words in compared}) > 1:
+            given = ", ".join(f"rank {peer}: {_show(place, words)}" for peer, words in enumerate(headers))
             where = f" of layer {own.label!r}" if own.label else ""
             raise errors.RankMismatch(
-                f"ranks disagree on {COMPARED[field]} in {own.op} (call {own.seq}){where}: {given}. "
+                f"ranks disagree on {COMPARED[place]} in {own.op} (call {own.seq}){where}: {given}. "
                 "Every rank of a group must make the same calls in the same order with the same settings."
             )
 

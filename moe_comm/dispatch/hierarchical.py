@@ -152,13 +152,16 @@ class HierarchicalDispatcher(Dispatcher):
         self._rail = Rail(self.channel, self.hosts, rank, pieces)
         self._host = self.hosts.host(rank)
         self._experts = self.hosts.experts(placement)
-        self._handshake = Handshake(self.channel, placement)
+        self._handshake = Handshake(self.channel, placement, self.calls)
         inner = self.hosts.inside(placement, self._host)
         self._inside = InsideHost(inner, group, self.hosts, rank, self.options, shared)
 
     @property
     def wire_bytes(self) -> dict[str, WireBytes]:
         return self._rail.wire_bytes
+
+    def _leave_behind(self, text: str) -> None:
+        self.channel.give_up(text)
 
     def _routing_fault(self, ids_TK: Tensor) -> RoutingError | None:
         return None  # counted with the slots, and told with the counts
@@ -201,6 +204,7 @@ class HierarchicalDispatcher(Dispatcher):
             label=header.label,
             state=RelayLayout(leaving, near, far, most_out, most_out if way == "sums" else self._most(slots_WH)),
             call=header.seq,
+            maker=header.maker,
         )
         return rows_RD, layout
 

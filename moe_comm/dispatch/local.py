@@ -44,6 +44,7 @@ class LocalDispatcher(Dispatcher):
             num_dropped=num_dropped,
             label=header.label,
             state=_State(place_TK),
+            maker=header.maker,
         )
         return sums.take(x_TD, order[:num_rows] // top_k), layout
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_comm.dispatch.base import Layout
 from moe_comm.dispatch.header import Header, failure, fault_word
-from moe_comm.errors import RoutingError
+from moe_comm.errors import MoeCommError, RoutingError, mark_known
 from moe_comm.runtime.shared import DTYPE_CODES, block, native, warm
 
 if TYPE_CHECKING:
@@ -172,6 +172,7 @@ class NativeRows:
             label=header.label,
             state=native_layout,
             call=header.seq,
+            maker=header.maker,
         )
         return ArrivingRows(arriving, rows_RD, layout, capsule)
 
@@ -251,7 +252,12 @@ class NativeRows:
         try:
             yield
         except self._core.HandshakeFailed as error:
-            raise self._explain(error, header) from None
+            explained = self._explain(error, header)
+            mark_known(explained)
+            raise explained from None
+        except MoeCommError as error:
+            mark_known(error)
+            raise
 
     def _explain(self, error: Any, header: Header) -> Exception:
         """The typed error that every rank raises after a failed handshake."""

@@ -287,9 +287,13 @@ def unpack(moved: Tensor, payload: Payload, hidden: int, dtype: torch.dtype) -> 
 
 
 def as_dtype(dtype: torch.dtype, rows_RX: Tensor) -> Tensor:
-    """The bytes of contiguous rows as another dtype; no copy. (Torch minds the strides of empty tensors.)"""
+    """Return the bytes of rows [R, X] as another dtype, without a copy if the rows are contiguous.
+
+    Torch refuses to view a tensor whose last stride is not 1 even where that stride has no meaning: with no elements,
+    with one, or with one column. So the strides are set here.
+    """
     width = rows_RX.shape[1] * rows_RX.element_size() // dtype.itemsize
-    return rows_RX.reshape(-1).view(dtype).view(rows_RX.shape[0], width)
+    return rows_RX.contiguous().as_strided((rows_RX.numel(),), (1,)).view(dtype).view(rows_RX.shape[0], width)
 
 
 def _in_rows(payload: Payload) -> None:

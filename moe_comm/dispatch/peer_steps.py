@@ -21,7 +21,7 @@ from moe_comm.dispatch.peer_access import launcher_for
 from moe_comm.dispatch.peer_memory import PeerMemory, peer_memory
 from moe_comm.dispatch.peer_rows import Form, check_room, move_rows, place, readable
 from moe_comm.dispatch.peer_streams import Lane
-from moe_comm.errors import ConfigError, HeapError, InputError, MoeCommError, RoutingError
+from moe_comm.errors import ConfigError, HeapError, InputError, MoeCommError, RoutingError, mark_known
 from moe_comm.gpu.blocks import Blocks
 from moe_comm.gpu.heap import capturing
 from moe_comm.gpu.launch import Launcher
@@ -109,6 +109,11 @@ class PeerSteps(Dispatcher):
             except HeapError:  # combine tries again, and says so
                 pass
         return super().empty_rows(num_rows, width, dtype, device)
+
+    @property
+    def handshakes(self) -> bool:
+        """The device compares headers in every operation."""
+        return True
 
     # --- the three primitives ---
 
@@ -257,6 +262,7 @@ class PeerSteps(Dispatcher):
             label=header.label,
             state=Places(place_TK),
             call=header.seq,
+            maker=header.maker,
         )
 
     def _rounded(self, rows_RD: Tensor, form: Form, sends: bool = False) -> Tensor:
@@ -293,7 +299,9 @@ class Running:
             steps._lane.leave(failed=True)
             raise
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        if isinstance(error, MoeCommError):
+            mark_known(error)
         self._steps.memory.end()
         self._steps._lane.leave(failed=kind is not None)
 

@@ -152,7 +152,7 @@ class PeerToPeerDispatcher(PeerSteps):
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.memory.begin(Header("dispatch", self._seq, 0, torch.float32, 1, self.num_experts, False), 0.0)
+        self.memory.begin(Header("dispatch", self.num_calls, 0, torch.float32, 1, self.num_experts, False), 0.0)
         self.memory.end()
 
     @property

@@ -21,6 +21,7 @@ from moe_comm.runtime.shared import host_key
 
 STORE_PATIENCE_S = 2.0
 WORDS = 3
+GAVE_UP = "gave up"
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
@@ -69,6 +70,7 @@ class Peers:
         self.rank = rank
         self._group = group
         self._name = name
+        self._store_answers = True
 
     def ended(self) -> list[int]:
         """Ranks on this host whose process has ended."""
@@ -82,7 +84,24 @@ class Peers:
 
     def note(self, place: str, text: str) -> None:
         """Leave a note that this rank waits at ``place``; gives up silently if the store does not answer."""
-        _patiently(lambda: self._store_set(f"{place}/{self.rank}", text))
+        _patiently(lambda: self._store_set(f"{self._name}/{place}/{self.rank}", text))
+
+    def give_up(self, text: str) -> None:
+        """Leave a note, for all channels of the group, that this rank left an operation in the middle."""
+        _patiently(lambda: self._store_set(GAVE_UP, text))
+
+    def gave_up(self) -> str:
+        """Return the note of a rank that gave up; empty if there is none, or if the store does not answer."""
+        found: list[str] = []
+
+        def look() -> None:
+            store = _get_process_group_store(self._group)
+            found.append(store.get(f"moe_comm/{GAVE_UP}").decode() if store.check([f"moe_comm/{GAVE_UP}"]) else "")
+
+        if self._store_answers:
+            _patiently(look)
+            self._store_answers = bool(found)  # once it does not, each look would take as long as the patience
+        return found[0] if found else ""
 
     def silent(self, place: str) -> list[int]:
         """Ranks that left no note at ``place``; they get a moment to. Empty if the store does not answer."""
@@ -103,7 +122,7 @@ class Peers:
         return found[0] if found else []
 
     def _store_set(self, key: str, text: str) -> None:
-        _get_process_group_store(self._group).set(f"moe_comm/{self._name}/{key}", text)
+        _get_process_group_store(self._group).set(f"moe_comm/{key}", text)
 
 
 def _patiently(action: Callable[[], None]) -> None:

@@ -66,6 +66,11 @@ class SharedMemoryDispatcher(Dispatcher):
         grad_TD = rounded(grad_TD, self.options.payloads.of(header.op))
         return self._rows.start_spread(grad_TD, rows_RD, weights_TK, layout, header)
 
+    @property
+    def handshakes(self) -> bool:
+        """Headers are compared in shared memory, in every operation."""
+        return True
+
     def _fault(self, x_TD: Tensor, ids_TK: Tensor) -> MoeCommError | None:
         if not supported(x_TD):
             return InputError(

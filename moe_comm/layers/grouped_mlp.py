@@ -16,6 +16,7 @@ On a GPU, 16-bit experts without biases run all at once (``grouped_mlp_gpu.py``)
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ from moe_comm.kernels.activations import Activation
 from moe_comm.kernels.expert_mm import align, each_expert, expert_mm, product_into
 from moe_comm.kernels.wanted import wanted_gradients
 from moe_comm.layers.grouped_mlp_gpu import DeviceCall, grouped_mlp_on_gpu, takes
-from moe_comm.layers.recorded import recorded
+from moe_comm.layers.recorded import Guard, recorded
 from moe_comm.runtime.memory import Alloc, warm_like, warm_rows
 
 
@@ -44,6 +45,7 @@ class _Call:
     alloc: Alloc
     keep_h: bool
     label: str = ""
+    guard: Guard = nullcontext
 
 
 class _GroupedMLP(torch.autograd.Function):
@@ -158,6 +160,7 @@ def grouped_mlp(
     alloc: Alloc = warm_rows,
     recompute: bool = False,
     label: str = "",
+    guard: Guard = nullcontext,
 ) -> Tensor:
     """Each expert's MLP on its own rows: activation(rows @ w13[e].T + b13[e]) @ w2[e].T + b2[e].
 
@@ -171,6 +174,7 @@ def grouped_mlp(
         alloc: takes the output and the rows' gradient, which other ranks may read in place.
         recompute: keep only the rows for backward, at the price of one matrix product more there.
         label: name of the layer, for the span of backward.
+        guard: entered around backward; ``Dispatcher.abort_on_error`` tells the other ranks of an exception there.
 
     Returns:
         [R, D]. Gradients of experts without rows are zeros. Not differentiable twice.
@@ -204,7 +208,7 @@ def grouped_mlp(
     backward = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     if b13_EG is None and b2_ED is None and takes(rows_RD, w13_EGD, w2_EDF):
         counts_E = torch.tensor(rows_per_expert, dtype=torch.int64).to(rows_RD.device, non_blocking=True)
-        on_gpu = DeviceCall(activation, alloc, backward and not recompute, label)
+        on_gpu = DeviceCall(activation, alloc, backward and not recompute, label, guard)
         return grouped_mlp_on_gpu(rows_RD, w13_EGD, w2_EDF, counts_E, on_gpu)
-    call = _Call(tuple(rows_per_expert), activation, alloc, backward and not recompute, label)
+    call = _Call(tuple(rows_per_expert), activation, alloc, backward and not recompute, label, guard)
     return _GroupedMLP.apply(*inputs, call)  # type: ignore[no-any-return]

@@ -9,6 +9,7 @@ Each line is a launch or two, whatever the number of experts, and none asks the 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from moe_comm.kernels.activations import Activation
 from moe_comm.kernels.native import for_triton
 from moe_comm.kernels.wanted import wanted_gradients
-from moe_comm.layers.recorded import recorded
+from moe_comm.layers.recorded import Guard, recorded
 from moe_comm.runtime.memory import Alloc, warm_like
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -39,6 +40,7 @@ class DeviceCall:
     alloc: Alloc
     keep_h: bool
     label: str = ""
+    guard: Guard = nullcontext
 
 
 def takes(rows_RD: Tensor, w13_EGD: Tensor, w2_EDF: Tensor) -> bool:

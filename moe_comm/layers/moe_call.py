@@ -13,7 +13,9 @@ ran in forward.
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -45,7 +47,12 @@ class SerialFlight:
         """Run the experts."""
         sizes, alloc, label = self.layout.rows_per_expert, self._dispatcher.empty_rows, self.layout.label
         rows_RD, again = self.thread.to(compute_dtype(self.thread)), weights.recompute
-        self.thread = grouped_mlp(rows_RD, sizes, *weights.tensors, weights.activation, alloc, again, label)
+        guard = partial(self._dispatcher.abort_on_error, label)  # not of this object, which holds the output
+        self.thread = grouped_mlp(rows_RD, sizes, *weights.tensors, weights.activation, alloc, again, label, guard)
+
+    def abort_on_error(self) -> AbstractContextManager[None]:
+        """Tell the other ranks of an exception in the ``with`` block; they would wait for this one."""
+        return self._dispatcher.abort_on_error(self.layout.label)
 
     def result(self) -> Tensor:
         """Bring the results back."""
@@ -97,11 +104,12 @@ class MoECall:
     def compute(self) -> None:
         """Run the shared expert, and the experts on the rows as they arrive; let the results leave."""
         layer = self.layer
-        if layer.shared is not None:
-            self.shared_TD = layer.shared(self.x_TD)
-        with EVENTS.span(Kind.COMPUTE, "experts", layer=layer.label):
-            # A call of the module, for the sake of hooks on it: FSDP gathers the weights in one.
-            self.flight.thread = layer.experts(self.flight.thread, self.flight)
+        with self.flight.abort_on_error():
+            if layer.shared is not None:
+                self.shared_TD = layer.shared(self.x_TD)
+            with EVENTS.span(Kind.COMPUTE, "experts", layer=layer.label):
+                # A call of the module, for the sake of hooks on it: FSDP gathers the weights in one.
+                self.flight.thread = layer.experts(self.flight.thread, self.flight)
 
     def result(self) -> Tensor:
         """[..] in the shape of ``x``: what ``MoELayer.forward`` gives."""

@@ -20,6 +20,7 @@ there, fill the waits. Bits are those of ``grouped_mlp`` between dispatch and co
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,7 +162,7 @@ class ExpertFlight:
         """Run the experts on the rows as they arrive, and let the results leave.
 
         Raises:
-            InputError: the weights do not fit the rows; on this rank only, and its peers time out.
+            InputError: the weights do not fit the rows; on this rank only.
             PeerDied, PeerTimeout: a rank is gone, or its rows do not come.
         """
         if (fault := self._fault(weights)) is not None:
@@ -170,6 +171,10 @@ class ExpertFlight:
         backward = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
         call = _Call(weights.activation, keep_h=backward and not weights.recompute)
         self.thread = _Compute.apply(*inputs, self._state, call)
+
+    def abort_on_error(self) -> AbstractContextManager[None]:
+        """Tell the other ranks of an exception in the ``with`` block; they would wait for this one."""
+        return _abort_on_error(self._state)
 
     def _fault(self, weights: MLPWeights) -> InputError | None:
         dispatcher, hidden = self._state.passage.dispatcher, self.layout.hidden
@@ -286,7 +291,8 @@ class _Compute(torch.autograd.Function):
         state: _State = ctx.state
         wanted = wanted_gradients(ctx)
         if state.gradients is not None:
-            ctx.factors = _follow_back(ctx, state.gradients, wanted[1:3])
+            with _abort_on_error(state):
+                ctx.factors = _follow_back(ctx, state.gradients, wanted[1:3])
             state.gradients = None
         factors: _Factors | None = ctx.factors
         assert factors is not None
@@ -300,6 +306,11 @@ class _Compute(torch.autograd.Function):
         if any(wanted[1:5]) or not any(ctx.needs_input_grad[1:5]):
             ctx.factors = None
         return thread_grad, *found, None, None
+
+
+def _abort_on_error(state: _State) -> AbstractContextManager[None]:
+    passage = state.passage
+    return passage.dispatcher.abort_on_error(passage.layout.label, in_flight=True)
 
 
 @dataclass(eq=False)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_comm import errors
-from moe_comm.errors import MoeCommError, PeerError
+from moe_comm.errors import FROM_PEERS, MoeCommError
 from moe_comm.runtime.rank_main import ALIVE, ERRORS, STOPPING, rank_main, recorded
 
 ENDING_S = 5.0
@@ -146,8 +146,8 @@ def _cause(failures: dict[int, Any], errors_folder: Path) -> MoeCommError:
 
 
 def _is_echo(record: dict[str, Any]) -> bool:
-    """Whether the error says only that another rank is gone, in our words or in torch's."""
-    return issubclass(class_of(record["kind"]), PeerError) or bool(TORCH_ECHO.search(record["message"]))
+    """Whether the error says only that another rank is gone or has raised, in our words or in torch's."""
+    return issubclass(class_of(record["kind"]), FROM_PEERS) or bool(TORCH_ECHO.search(record["message"]))
 
 
 def _from_record(rank: int, record: dict[str, Any]) -> MoeCommError:

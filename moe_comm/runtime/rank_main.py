@@ -22,7 +22,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from moe_comm.errors import ConfigError, InputError, MissingDependency, PeerError, UnsupportedModel
+from moe_comm.errors import FROM_PEERS, ConfigError, InputError, MissingDependency, UnsupportedModel
 from moe_comm.runtime.users_frame import users_frame
 
 RESTARTS_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
@@ -78,7 +78,7 @@ def rank_main(environment: Mapping[str, str], entry: Callable[..., Any], args: t
         _write(errors_folder / rank, json.dumps(record))
         # Where ranks are started again nobody asks for the cause, and who waits for this rank must not wait longer.
         again = int(attempt) < int(os.environ.get(MOST_RESTARTS_VARIABLE, "0"))
-        if not again or isinstance(error, (PeerError, *FINAL)):
+        if not again or isinstance(error, (*FROM_PEERS, *FINAL)):
             _linger(errors_folder, alive.parent, attempt)
         # Not re-raised: the agent would print a traceback for every rank; the launcher speaks for all.
         raise SystemExit(1) from None

@@ -35,7 +35,7 @@ from typing import Any, Self
 from torch.distributed import DistError, PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store  # no public way to it
 
-from moe_comm.errors import HeapError, MissingDependency, PeerError
+from moe_comm.errors import FROM_PEERS, HeapError, MissingDependency, PeerError
 from moe_comm.runtime.agent import NOTICED
 from moe_comm.runtime.board import Board, Phase, Texts, group_texts
 from moe_comm.runtime.event_layout import ACTIVE_AT, BEAT_AT, LONG
@@ -371,7 +371,7 @@ class Watcher:
 def _is_from_peers(error: Exception) -> bool:
     """Whether another rank has caused it; what a rank's own connections raise is not of torch's types."""
     torchs = type(error) is RuntimeError or isinstance(error, DistError)
-    return isinstance(error, PeerError) or (torchs and _LOST.search(str(error)) is not None)
+    return isinstance(error, FROM_PEERS) or (torchs and _LOST.search(str(error)) is not None)
 
 
 def _own_store() -> Store:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_comm.errors import RoutingError
+from moe_comm.errors import InputError, RoutingError
 from tests.dispatch import cases, workers
 from tests.dispatch.cases import CASES, Case
 from tests.dispatch.workers import INPUT_FAULTS, Job, Result
@@ -183,18 +183,54 @@ def test_bad_input_on_one_rank_is_the_same_error_on_every_rank(
 
 
 @pytest.mark.parametrize(
-    "job", [workers.order_of_calls, workers.order_of_combines, workers.bad_combine, workers.combine_elsewhere]
+    ("job", "kind"),
+    [
+        (workers.order_of_calls, "RankMismatch"),
+        (workers.order_of_combines, "RankMismatch"),
+        (workers.call_of_another_dispatcher, "RankMismatch"),
+        (workers.handle_of_another_dispatcher, "InputError"),
+        (workers.bad_combine, "InputError"),
+        (workers.combine_elsewhere, "InputError"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
 )
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rank_that_does_something_else_is_an_error_on_every_rank(  # type: ignore[no-untyped-def]
-    backend: str, world: int, job, pools: dict[int, RankPool], device: str
+    backend: str, world: int, job, kind: str, pools: dict[int, RankPool], device: str
 ) -> None:
     usable(backend, device)
-    kind = "RankMismatch" if job in (workers.order_of_calls, workers.order_of_combines) else "InputError"
     for (raised, message), works_on in pools[world].run(job, Job(backend, device)):
         assert raised == kind, message
         assert works_on
+
+
+@pytest.mark.parametrize("how", ["forward", "backward"])
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_exception_between_operations_is_raised_on_every_rank_and_the_group_works_on(
+    backend: str, world: int, how: str, pools: dict[int, RankPool], device: str
+) -> None:
+    """The deadline of the operations is later than that of the run: a rank that waits for it fails here."""
+    usable(backend, device)
+    job = Job(backend, device, timeout_s=100.0, how=how)
+    found = pools[world].run(workers.raises_in_between, job, timeout=60)
+    for rank, ((raised, message), works_on) in enumerate(found):
+        assert works_on
+        if rank == world - 1:
+            assert raised == "ZeroDivisionError" and message.startswith("no such")
+        else:
+            assert raised == "PeerRaised", message
+            for part in (f"rank {world - 1}", "ZeroDivisionError", "no such", "moe.3"):
+                assert part in message
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_strides_do_not_matter(backend: str, world: int, pools: dict[int, RankPool], device: str) -> None:
+    """Of anything that is given, on ranks without rows as well; bits are those of dense tensors."""
+    usable(backend, device)
+    assert pools[world].run(workers.any_strides, Job(backend, device), timeout=60) == [[]] * world
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "auto"])
@@ -248,3 +284,12 @@ def test_local_refuses_bad_ids_and_works_on(device: str) -> None:
         with pytest.raises(RoutingError):
             dispatcher.dispatch(x_TD, torch.tensor([[0, 1], [1, bad], [2, 3]], device=device))
     assert dispatcher.dispatch(x_TD, torch.tensor([[0, 1], [1, 2], [2, 3]], device=device)).layout.num_rows == 6
+
+
+@pytest.mark.parametrize("backend", ["local", "plain"])
+def test_one_rank_refuses_the_layout_of_another_dispatcher(backend: str, device: str) -> None:
+    first, second = (workers.build(cases.BY_NAME["plain"], None, Job(backend, device), 0, 1) for _ in range(2))
+    x_TD, ids_TK = torch.ones(3, 4, device=device), torch.zeros(3, 1, dtype=torch.int64, device=device)
+    sent = first.dispatch(x_TD, ids_TK)
+    with pytest.raises(InputError, match="another dispatcher"):
+        second.combine(sent.rows_RD, torch.ones(3, 1, device=device), sent.layout)

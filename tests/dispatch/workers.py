@@ -363,6 +363,86 @@ def bad_combine(rank: int, world: int, job: Job) -> tuple[Told, bool]:
     return told, torch.equal(rows, _dispatch_with(dispatcher, job)[0])
 
 
+def handle_of_another_dispatcher(rank: int, world: int, job: Job) -> tuple[Told, bool]:
+    """Two dispatchers have dispatched the same; the last rank gives the first one's combine the second one's layout."""
+    made = [build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world) for _ in range(2)]
+    (rows, layout), (_, other) = [_dispatch_with(dispatcher, job) for dispatcher in made]
+    weights = torch.ones(6, 2, device=job.device)
+    told = caught(lambda: made[0].combine(rows, weights, other if rank == world - 1 else layout))
+    return told, all(torch.equal(rows, _dispatch_with(dispatcher, job)[0]) for dispatcher in made)
+
+
+def call_of_another_dispatcher(rank: int, world: int, job: Job) -> tuple[Told, bool]:
+    """The last rank dispatches by another dispatcher, of more experts where they need not share memory for it."""
+    more = replace(cases.BY_NAME["plain"], num_experts=8 if job.backend == "peer_to_peer" else 19)
+    made = [build(case, dist.group.WORLD, job, rank, world) for case in (cases.BY_NAME["plain"], more)]
+    expected = [_dispatch_with(dispatcher, job)[0] for dispatcher in made]
+    told = caught(lambda: _dispatch_with(made[rank == world - 1], job))
+    again = [_dispatch_with(dispatcher, job)[0] for dispatcher in made]
+    return told, all(map(torch.equal, expected, again))
+
+
+class _RaiseInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ZeroDivisionError("no such gradient")
+
+
+def raises_in_between(rank: int, world: int, job: Job) -> tuple[Told, bool]:
+    """The last rank's experts raise, forward or backward (job.how)."""
+    last = rank == world - 1
+    dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
+    x_TD, ids_TK = _good(dispatcher, job)
+    expected = dispatcher.dispatch(x_TD, ids_TK).rows_RD
+
+    def act() -> None:
+        sent = dispatcher.dispatch(x_TD.clone().requires_grad_(), ids_TK, label="moe.3")
+        with dispatcher.abort_on_error("moe.3"):
+            if last and job.how == "forward":
+                raise ZeroDivisionError("no such expert")
+            rows_RD = _RaiseInBackward.apply(sent.rows_RD) if last else sent.rows_RD * 1
+        y_TD = dispatcher.combine(rows_RD, torch.ones(6, 2, device=job.device), sent.layout)
+        with dispatcher.abort_on_error("moe.3"):
+            y_TD.sum().backward()
+
+    told = caught(act)
+    return told, torch.equal(expected, dispatcher.dispatch(x_TD, ids_TK).rows_RD)
+
+
+STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
+    "expanded": lambda x: x[:, :1].expand(x.shape),
+    "one number": lambda x: torch.ones((), dtype=x.dtype, device=x.device).expand(x.shape),
+    "every other column": lambda x: x.repeat_interleave(2, 1)[:, ::2],
+    "transposed": lambda x: x.T.contiguous().T,
+    "every other row": lambda x: x.repeat_interleave(2, 0)[::2],
+}
+
+
+def any_strides(rank: int, world: int, job: Job) -> list[str]:
+    """Tokens, outputs, weights and gradients of any strides where only rank 0 has experts; those with other bits."""
+    wrong = []
+    for dtype, hidden in ((torch.float32, 8), (torch.bfloat16, 5), (torch.float32, 1)):
+        case = Case("", tokens=9, hidden=hidden, dtype=dtype, num_experts=3, split="even", placement="uneven")
+        dispatcher = build(case, dist.group.WORLD, job, rank, world)
+        part = to_device(cases.make(case)[0].part(case, rank, world), job.device)
+        for name, of in STRIDES.items():
+            found = []
+            for change in (of, lambda x, of=of: of(x).contiguous().clone()):
+                x_TD, w_TK = (change(t).detach().requires_grad_() for t in (part.x_TD, part.weights_TK))
+                sent = dispatcher.dispatch(x_TD, part.ids_TK)
+                rows_RD = change(sent.rows_RD)
+                y_TD = dispatcher.combine(rows_RD, w_TK, sent.layout)
+                y_TD.backward(change(part.grad_TD))
+                found.append((sent.rows_RD, y_TD, w_TK.grad, torch.zeros(()) if x_TD.grad is None else x_TD.grad))
+            if not all(map(torch.equal, *found)):
+                wrong.append(f"{name} {dtype} {hidden}")
+    return wrong
+
+
 def construction(rank: int, world: int, job: Job) -> dict[str, Told]:
     """The last rank builds another dispatcher than the rest."""
     last, group = rank == world - 1, dist.group.WORLD

@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import moe_comm
+from moe_comm.dispatch import DispatchOptions
 from moe_comm.errors import ConfigError, RoutingError, UnsupportedModel
 from moe_comm.integrations.hugging_face import expert_parameters, swap_moe, swapped_experts
+from moe_comm.kernels.activations import Activation
 from tests.integrations.models import (
     SMALL,
     assert_close,
@@ -187,6 +190,36 @@ def test_without_a_group_no_weight_is_copied(saved: Callable[[str], str]) -> Non
     after = dict(swap_moe(model).named_parameters())
     assert list(before) == list(after)
     assert all(before[name] is after[name] for name in before)
+
+
+# --- experts that raise ---
+
+
+def raise_in_experts(rank: int, world: int, folder: str) -> tuple[str, str, bool]:
+    """Rank 1's experts raise once; afterwards the model works again."""
+    model = swap_moe(load(folder), ep_group(4), options=DispatchOptions(timeout_s=100.0))
+    ids = batch(world)[rank]
+
+    def fail(h: Tensor) -> Tensor:
+        raise ZeroDivisionError("no such expert")
+
+    experts = next(iter(swapped_experts(model).values()))
+    good = experts.layout
+    if rank == 1:
+        experts.layout = replace(good, activation=Activation("fails", fail, good.activation.gated))
+    found = "nothing", ""
+    try:
+        model(ids)
+    except Exception as error:
+        found = type(error).__name__, str(error)
+    experts.layout = good
+    return *found, bool(torch.isfinite(model(ids).logits).all())
+
+
+def test_experts_that_raise_on_one_rank_raise_on_every_rank(saved: Callable[[str], str], pool4: RankPool) -> None:
+    for rank, (kind, message, works_on) in enumerate(pool4.run(raise_in_experts, saved("mixtral"), timeout=60)):
+        assert kind == ("ZeroDivisionError" if rank == 1 else "PeerRaised") and works_on
+        assert "no such expert" in message and (rank == 1 or "rank 1" in message)
 
 
 # --- routers ---

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_comm.dispatch import DispatchOptions
 from moe_comm.errors import ConfigError, InputError, RoutingError
+from moe_comm.kernels.activations import Activation
 from moe_comm.layers import (
     CheckGradsConfig,
     MoEConfig,
@@ -22,6 +24,7 @@ from moe_comm.layers import (
     load_full_state_dict,
     run_check_grads,
 )
+from moe_comm.overlap.chunked import Overlap
 from tests.layers.reference import draw
 from tests.pool import RankPool
 
@@ -143,6 +146,47 @@ def test_one_batch_spread_over_two_ranks_gives_the_bits_of_one(pool2: RankPool, 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nan_on_one_rank_raises_on_all(pool2: RankPool, backend: str) -> None:
     assert all("token 3" in text for text in pool2.run(raise_on_nan, backend, timeout=60))
+
+
+def raise_in_experts(rank: int, world: int, arg: tuple[str, str, bool]) -> list[tuple[str, str]]:
+    """Rank 1's activation raises forward or backward: what this rank raises then, and in the call after it."""
+    backend, where, overlaps = arg
+    now: list[str] = []
+
+    def act(h: Tensor) -> Tensor:
+        # In forward the layer calls it without gradients.
+        if rank == 1 and now == ["backward" if torch.is_grad_enabled() else "forward"]:
+            raise ZeroDivisionError("no such expert")
+        return h.relu()
+
+    config = MoEConfig(
+        hidden=8, ffn=8, router=RouterConfig(num_experts=4, top_k=2), activation=Activation("raises", act, gated=False)
+    )
+    group = dist.new_group()  # rows in flight end its use
+    overlap = Overlap(chunks=2, chunk_bytes=1) if overlaps else None
+    options = DispatchOptions(timeout_s=100.0)
+    layer = MoELayer.build(config, group, backend, seed=1, options=options, label="moe.1", overlap=overlap)
+    x = draw(16, 8).requires_grad_()
+    layer(x).sum().backward()
+    told = []
+    for now[:] in ([where], []):
+        try:
+            layer(x).sum().backward()
+            told.append(("", ""))
+        except Exception as error:
+            told.append((type(error).__name__, str(error)))
+    return told
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(("backend", "overlaps"), [*((name, False) for name in BACKENDS), ("all_to_all", True)])
+def test_experts_that_raise_on_one_rank_raise_on_all(pool2: RankPool, backend: str, overlaps: bool, where: str) -> None:
+    (peers, after), (own, own_after) = pool2.run(raise_in_experts, (backend, where, overlaps), timeout=60)
+    assert own == ("ZeroDivisionError", "no such expert")
+    assert peers[0] == ("PeerError" if overlaps else "PeerRaised")
+    for part in ("rank 1", "ZeroDivisionError", "no such expert", "moe.1"):
+        assert part in peers[1]
+    assert after[0] == own_after[0] == ("PeerError" if overlaps else "")
 
 
 def wrong_width(rank: int, world: int, _: None) -> tuple[str, bool]:

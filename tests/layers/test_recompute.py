@@ -44,7 +44,7 @@ def run(
     initialize(model, seed=3)
     ids, targets, documents = (own(t, plan) for t in batch(True))
     assert ids is not None and targets is not None
-    before = sum(layer.dispatcher._seq for layer in model.moe_layers())
+    before = sum(layer.dispatcher.num_calls for layer in model.moe_layers())
     loss = model.loss(model(ids, documents=documents), targets)
     loss.backward()
     layers = list(model.moe_layers())
@@ -56,7 +56,7 @@ def run(
         [layer.router.load_E for layer in layers],
         [int(layer.dropped_total) for layer in layers],
         [layer.router.losses for layer in layers],
-        sum(layer.dispatcher._seq for layer in layers) - before,
+        sum(layer.dispatcher.num_calls for layer in layers) - before,
     )
 
 

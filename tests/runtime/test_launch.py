@@ -77,6 +77,17 @@ def fail(mode: str) -> None:
             raise PeerDied(f"rank 1 is gone: {error}") from error
 
 
+def fail_between_operations() -> None:
+    """Rank 1's experts raise, while the other one waits in combine."""
+    with init_ranks("cpu", timeout_s=60) as ranks:
+        dispatcher = make_dispatcher(2, dist.group.WORLD)
+        sent = dispatcher.dispatch(torch.ones(2, 4), torch.tensor([[0], [1]]))
+        with dispatcher.abort_on_error():
+            if ranks.rank == 1:
+                raise ZeroDivisionError("a bug")
+        dispatcher.combine(sent.rows_RD, torch.ones(2, 1), sent.layout)
+
+
 def one_rank() -> tuple[int, int, str]:
     with init_ranks("cpu") as ranks:
         total = torch.ones(1)
@@ -184,6 +195,11 @@ def test_a_bug_in_a_rank_comes_with_its_traceback() -> None:
         launch(fail, ("bug",), ranks=2)
     assert str(caught.value) == "rank 1 failed with ZeroDivisionError: a bug"
     assert 'raise ZeroDivisionError("a bug")' in caught.value.details
+
+
+def test_what_a_rank_raised_between_operations_is_the_cause_and_not_what_its_peers_were_told() -> None:
+    with pytest.raises(RankFailed, match=r"^rank 1 failed with ZeroDivisionError: a bug$"):
+        launch(fail_between_operations, ranks=2)
 
 
 @pytest.mark.parametrize(

@@ -340,7 +340,7 @@ def one_group_at_once(rank: int, world: int, _: None) -> tuple[int, int]:
                 [x[(ids == e).nonzero()[:, 0]] for e in made[thread].local_experts for x, ids, _ in everyone]
             )
             try:
-                found = made[thread].dispatch(x_TD, ids_TK, label=f"thread {thread}")
+                found = made[thread].dispatch(x_TD, ids_TK, label=f"thread {thread}, {i}")
                 counts[0] += not torch.equal(found.rows_RD, expected)
             except RankMismatch:
                 pass

@@ -103,7 +103,7 @@ class EPExperts(nn.Module):
         flight = begin_flight(
             self.dispatcher, x_TD, ids_TK, top_k_weights, self.overlap, width=self.layout.ffn, label=self.label
         )
-        with without_autocast(x_TD):
+        with flight.abort_on_error(), without_autocast(x_TD):
             flight.compute(mlp_weights(self.layout, self, x_TD))
         return flight.result().to(hidden_states.dtype)
 
