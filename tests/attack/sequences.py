@@ -80,7 +80,8 @@ class Sequence:
             # What only combine's handshake tells.
             "bad rows": step.kind == "combine" and self.handshakes,
             "other handle": step.kind == "combine" and self.handshakes and not alone,
-            "raise": True,
+            # Unchecked, ranks that wait inside their host learn of it at the deadline only.
+            "raise": self.handshakes or self.backend != "hierarchical",
             "kill": not alone,
         }[how]
         return Odd(step.odd.rank % self.world, how) if possible else None
