@@ -238,7 +238,7 @@ def assert_equals_one_process(case: Case, params: dict[str, Tensor], losses: lis
     assert params.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(params[name], value, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{case} {n}: {m}")
-    assert losses == pytest.approx(expected_losses[STEPS - len(losses) :], rel=1e-5), str(case)
+    assert losses == pytest.approx(expected_losses[case.stop - len(losses) :], rel=1e-5), str(case)
 
 
 def error_of(call: Any, *args: Any, **kwargs: Any) -> str:

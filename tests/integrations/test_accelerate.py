@@ -27,7 +27,7 @@ from tests.integrations.loops import (
     product,
     with_accelerate,
 )
-from tests.integrations.models import ep_group, load
+from tests.integrations.models import ep_group, load, save_model
 from tests.integrations.test_state import assert_same
 from tests.pool import RankPool
 
@@ -96,6 +96,17 @@ def test_a_run_resumed_on_another_number_of_ranks_goes_on_as_if_uninterrupted(
         with launched(0, 1):
             _, model, losses = with_accelerate(replace(case, ep=1), 1, prepare=lambda accelerator: accelerator)
             assert_equals_one_process(case, model.state_dict(), losses)
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_ranks_without_experts_train_save_and_resume(
+    wrapper: str, tmp_path: Path, pool2: RankPool, pool4: RankPool
+) -> None:
+    folder = save_model("mixtral", tmp_path / "model", num_local_experts=3, hidden_size=16)
+    case = Case(folder, wrapper, ep=4, out=str(tmp_path / "run"), stop=3)
+    check(pool4, [replace(case, stop=STEPS, out=""), replace(case, stop=2), case])
+    check(pool2, [replace(case, ep=2, stop=STEPS, resume=f"{case.out}-3", out="")])
+    check(pool4, [replace(case, stop=STEPS, resume=f"{case.out}-2", out="")])
 
 
 def write(rank: int, world: int, arg: tuple[Case, str]) -> dict[str, Any]:
