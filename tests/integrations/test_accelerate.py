@@ -43,8 +43,10 @@ def train(rank: int, world: int, cases: list[Case]) -> list[tuple[dict[str, Tens
 
 
 def check(pool: RankPool, cases: list[Case]) -> None:
-    for case, (params, losses) in zip(cases, pool.run(train, cases, timeout=240)[0], strict=True):
-        assert_equals_one_process(case, params, losses)
+    for start in range(0, len(cases), 8):
+        some = cases[start : start + 8]
+        for case, (params, losses) in zip(some, pool.run(train, some, timeout=90)[0], strict=True):
+            assert_equals_one_process(case, params, losses)
 
 
 def test_every_parameter_after_five_steps_on_2_ranks_is_that_of_one_process(
@@ -60,6 +62,7 @@ def test_every_parameter_after_five_steps_on_4_ranks_is_that_of_one_process(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_every_product_of_settings_equals_one_process(folders: list[str], pool2: RankPool, pool4: RankPool) -> None:
     check(pool2, product(folders, 2))
     check(pool4, product(folders, 4))
@@ -179,6 +182,30 @@ def test_plain_accelerate_trains_under_ddp(folders: list[str], pool2: RankPool) 
     assert_equals_one_process(case, *pool2.run(train_without_integration, case)[0])
 
 
+class Wrapper(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **inputs: Tensor) -> Any:
+        return self.inner(**inputs)
+
+
+def wrap_and_train(rank: int, world: int, case: Case) -> str:
+    with launched(rank, world):
+        accelerator = prepare_accelerator(make_accelerator(case))
+        model = Wrapper(swap_moe(load(case.folder), ep_group(2)))
+        model, optimizer = accelerator.prepare(model, make_optimizer(model, "adamw"))
+        ids = torch.arange(8).reshape(1, 8)
+        accelerator.backward(model(input_ids=ids, labels=ids).loss)
+        return error_of(optimizer.step)
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_a_model_that_contains_the_swapped_one_trains(wrapper: str, folders: list[str], pool2: RankPool) -> None:
+    assert pool2.run(wrap_and_train, Case(folders[1], wrapper, accumulate=1)) == ["no error"] * 2
+
+
 def refuse_settings(rank: int, world: int, folder: str) -> dict[str, str]:
     messages = {}
     for name, settings in (
@@ -190,6 +217,12 @@ def refuse_settings(rank: int, world: int, folder: str) -> dict[str, str]:
             accelerator = prepare_accelerator(_accelerator(folder, name, settings))
             model = swap_moe(load(folder), ep_group(2))
             messages[name] = error_of(accelerator.prepare, model, make_optimizer(model, "adamw"))
+    for name, set_up in (("fp16", _scale), ("DEEPSPEED", _use_deepspeed), ("data parallelism only", _use_tp)):
+        with launched(rank, world):
+            accelerator = prepare_accelerator(make_accelerator(Case(folder, "fsdp2")))
+            set_up(accelerator)
+            model = swap_moe(load(folder), ep_group(2))
+            messages[name] = error_of(accelerator.prepare, model, make_optimizer(model, "adamw"))
     with launched(rank, world):
         accelerator = prepare_accelerator(make_accelerator(Case(folder, "fsdp2")))
         model = swap_moe(load(folder), ep_group(2))
@@ -199,6 +232,22 @@ def refuse_settings(rank: int, world: int, folder: str) -> dict[str, str]:
         some = list(model.parameters())[:2]
         messages["model.parameters()"] = error_of(accelerator.clip_grad_norm_, some, 1.0)
     return messages
+
+
+def _scale(accelerator: Any) -> None:
+    accelerator.scaler = torch.amp.GradScaler("cpu")  # accelerate makes one on GPUs only
+
+
+def _use_deepspeed(accelerator: Any) -> None:
+    from accelerate import DistributedType
+
+    accelerator.state.distributed_type = DistributedType.DEEPSPEED  # whose package is not installed
+
+
+def _use_tp(accelerator: Any) -> None:
+    from accelerate import ParallelismConfig
+
+    accelerator.state.parallelism_config = ParallelismConfig(tp_size=2)
 
 
 def _accelerator(folder: str, name: str, settings: dict[str, Any]) -> Any:
