@@ -34,3 +34,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
         return folders[family]
 
     return folder
+
+
+@pytest.fixture(scope="package")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Saved models to train: experts that divide by 2 and 4 ranks, and experts that do not."""
+    shape: dict[str, int] = {"num_hidden_layers": 1, "hidden_size": 16}
+    return [
+        save_model("qwen3_moe", tmp_path_factory.mktemp("even"), **shape),
+        save_model("mixtral", tmp_path_factory.mktemp("uneven"), num_local_experts=5, **shape),
+    ]

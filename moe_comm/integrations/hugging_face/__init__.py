@@ -1,8 +1,12 @@
 """Run the MoE blocks of Hugging Face models expert-parallel, their attention and plain linears on several ranks too.
 
 ``swap_moe``, ``swap_attention`` and ``swap_linears`` change a loaded model; ``register`` brings ``"moe_comm"`` into the
-two registries of transformers.
+two registries of transformers. ``MoETrainer``, ``MoETrainerMixin`` and ``prepare_accelerator`` train swapped models
+with ``Trainer`` and accelerate; these names load their modules on first use, as importing ``Trainer`` takes seconds.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from moe_comm.errors import MissingDependency
 
@@ -28,14 +32,21 @@ except ModuleNotFoundError as error:
         f"Hugging Face models need {error.name}, which is not installed; run: pip install 'moe_comm[hf]'"
     ) from error
 
+if TYPE_CHECKING:
+    from moe_comm.integrations.hugging_face.accelerator import prepare_accelerator
+    from moe_comm.integrations.hugging_face.trainer import MoETrainer, MoETrainerMixin
+
 __all__ = [
     "FAMILIES",
     "EPExperts",
+    "MoETrainer",
+    "MoETrainerMixin",
     "expert_parameters",
     "from_hugging_face",
     "gather_attention",
     "gather_linears",
     "gather_state_dict",
+    "prepare_accelerator",
     "register",
     "save_swapped",
     "shard_inputs",
@@ -48,3 +59,11 @@ __all__ = [
     "swapped_linears",
     "to_hugging_face",
 ]
+
+_ON_DEMAND = {"MoETrainer": "trainer", "MoETrainerMixin": "trainer", "prepare_accelerator": "accelerator"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ON_DEMAND:
+        return getattr(importlib.import_module(f"{__name__}.{_ON_DEMAND[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

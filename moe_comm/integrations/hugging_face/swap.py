@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
-from typing import Any, NoReturn
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +29,9 @@ from moe_comm.dispatch.base import INVALID_LOGITS
 from moe_comm.errors import ConfigError, UnsupportedModel
 from moe_comm.integrations.hugging_face.compute import expert_input, mlp_weights
 from moe_comm.integrations.hugging_face.families import ExpertsLayout, find_experts
+from moe_comm.integrations.hugging_face.guards import guard_libraries
 from moe_comm.kernels.autocast import without_autocast
-from moe_comm.layers.data_parallel import ExpertShards, attach_experts, prepare_ddp
+from moe_comm.layers.data_parallel import ExpertShard, ExpertShards, attach_experts, expert_modules, prepare_ddp
 from moe_comm.layers.moe_call import begin_flight
 from moe_comm.overlap.chunked import Overlap
 from moe_comm.topology import Sharding, Split
@@ -204,9 +206,11 @@ def swap_moe(
         setattr(block, child, swapped)
         del experts  # one block at a time, or all full weights stay until the end
     prepare_ddp(model)
-    if max(dispatcher.world for dispatcher in dispatchers.values()) > 1 and hasattr(model, "save_pretrained"):
-        guard: Any = model
-        guard.save_pretrained = partial(_refuse_save, type(model).__name__)
+    if max(dispatcher.world for dispatcher in dispatchers.values()) > 1:
+        guard_libraries()
+        if hasattr(model, "save_pretrained"):
+            spread: Any = model
+            spread.save_pretrained = MethodType(_save_pretrained, model)
     return model
 
 
@@ -251,8 +255,27 @@ def _refuse_conflicts(model: nn.Module, found: dict[str, tuple[nn.Module, Expert
         )
 
 
-def _refuse_save(kind: str, *args: Any, **kwargs: Any) -> NoReturn:
-    raise ConfigError(
-        f"save_pretrained of this {kind} would write this rank's experts only. "
-        "Call moe_comm.integrations.hugging_face.save_swapped(model, folder) on every rank instead."
-    )
+def _save_pretrained(
+    model: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **kwargs: Any
+) -> None:
+    """``save_pretrained`` of a spread model: only of a given state dict that has all experts.
+
+    Raises:
+        ConfigError: this rank's experts would be written as if they were all.
+    """
+    if state_dict is None or (is_main_process and not _has_all_experts(model, state_dict)):
+        raise ConfigError(
+            f"save_pretrained of this {type(model).__name__} would write this rank's experts only. "
+            "Call moe_comm.integrations.hugging_face.save_swapped(model, folder) on every rank instead."
+        )
+    if is_main_process:
+        type(model).save_pretrained(model, save_directory, state_dict=state_dict, **kwargs)
+
+
+def _has_all_experts(model: nn.Module, state: Any) -> bool:
+    for name, _, gradients in expert_modules(model):
+        for key, sharding in gradients.shards.shardings.items():
+            value = state.get(f"{name}.{key}")
+            if value is None or isinstance(value, ExpertShard) or tuple(value.shape) != tuple(sharding.shape):
+                return False
+    return True

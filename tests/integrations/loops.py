@@ -1,0 +1,250 @@
+"""Training loops of ``Trainer`` and accelerate on ranks of a pool, and the loop of one process to compare them with."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader, SequentialSampler
+
+from moe_comm.integrations.hugging_face import prepare_accelerator, swap_moe
+from tests.integrations.models import VOCAB, ep_group, load
+
+GLOBAL_BATCH, STEPS, LENGTH = 8, 5, 9
+LEARNING_RATE = 0.02
+ADAM_EPSILON = 1e-3
+"""Large, or rounding of a gradient close to zero would become a step of full size."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run.
+
+    Attributes:
+        folder: of the saved model.
+        ep: ranks of one expert-parallel group.
+        clip: largest gradient norm; 0 for none.
+        accumulate: micro-batches of a step.
+        out: the folder for checkpoints.
+        resume: a checkpoint to start from.
+        stop: the step after which a run of accelerate ends and is saved.
+    """
+
+    folder: str
+    wrapper: str = "ddp"
+    ep: int = 2
+    optimizer: str = "adamw"
+    clip: float = 0.05
+    accumulate: int = 2
+    bf16: bool = False
+    out: str = ""
+    resume: str = ""
+    stop: int = STEPS
+
+    def __str__(self) -> str:
+        return f"{self.wrapper}-ep{self.ep}-{self.optimizer}-clip{self.clip}-accumulate{self.accumulate}"
+
+
+def examples() -> list[dict[str, Tensor]]:
+    """Sequences of which a different number of tokens count, so that ranks have unequal numbers of targets."""
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for i in range(GLOBAL_BATCH * STEPS):
+        ids = torch.randint(3, VOCAB, (LENGTH,), generator=generator)
+        labels = ids.clone()
+        labels[: i % (LENGTH - 2)] = -100
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+def stacked(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {key: torch.stack([item[key] for item in items]) for key in items[0]}
+
+
+def summed_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"][:, 1:].flatten(), reduction="sum")
+
+
+def targets(batch: dict[str, Tensor]) -> Tensor:
+    return batch["labels"][:, 1:].ne(-100).sum()
+
+
+def make_optimizer(model: Any, name: str) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), LEARNING_RATE)
+    return torch.optim.AdamW(model.parameters(), LEARNING_RATE, eps=ADAM_EPSILON, weight_decay=0.0)
+
+
+def one_process(case: Case) -> tuple[dict[str, Tensor], list[float]]:
+    """Parameters after, and the loss at, each step of one process on the whole global batch; torch only."""
+    model = load(case.folder).train()
+    optimizer = make_optimizer(model, case.optimizer)
+    data, losses = examples(), []
+    for step in range(case.stop):
+        batch = stacked(data[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH])
+        with torch.autocast("cpu", torch.bfloat16, enabled=case.bf16):
+            loss = summed_loss(model, batch) / targets(batch)
+        loss.backward()
+        if case.clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {name: value.detach() for name, value in model.state_dict().items()}, losses
+
+
+@contextmanager
+def launched(rank: int, world: int) -> Iterator[None]:
+    """What torchrun and ``accelerate launch --cpu`` tell a rank; accelerate starts from nothing."""
+    from accelerate.state import AcceleratorState
+
+    before = dict(os.environ)
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    if world > 1:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+        os.environ |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        yield
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        os.environ.clear()
+        os.environ |= before
+
+
+def let_fsdp_run_on_the_cpu() -> None:
+    """accelerate ignores its FSDP plugin unless ranks have an accelerator, though nothing in it needs one."""
+    from accelerate import DistributedType, PartialState
+
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def make_accelerator(case: Case, **settings: Any) -> Any:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import GradientAccumulationPlugin
+
+    plugin = None
+    if case.wrapper == "fsdp2":
+        let_fsdp_run_on_the_cpu()
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", state_dict_type="FULL_STATE_DICT", **settings
+        )
+    # The loop fetches all batches of a step first, so the end of the data is seen one batch too early.
+    accumulation = GradientAccumulationPlugin(num_steps=case.accumulate, sync_with_dataloader=False)
+    precision = "bf16" if case.bf16 else "no"
+    return Accelerator(
+        gradient_accumulation_plugin=accumulation, fsdp_plugin=plugin, cpu=True, mixed_precision=precision
+    )
+
+
+def with_accelerate(case: Case, world: int, prepare: Any = prepare_accelerator) -> tuple[Any, Any, list[float]]:
+    """The loop of accelerate's documentation; returns accelerator, model and the loss at each step of all ranks."""
+    accelerator = prepare(make_accelerator(case))
+    model = swap_moe(load(case.folder), ep_group(case.ep)).train()
+    data = DataLoader(examples(), batch_size=GLOBAL_BATCH // world // case.accumulate, collate_fn=stacked)  # type: ignore[arg-type]
+    model, optimizer, data = accelerator.prepare(model, make_optimizer(model, case.optimizer), data)
+    start = 0
+    if case.resume:
+        accelerator.load_state(case.resume)
+        start = int(case.resume.rsplit("-", 1)[1])
+    batches = iter(accelerator.skip_first_batches(data, start * case.accumulate))
+    losses = []
+    for _ in range(start, case.stop):
+        step = [next(batches) for _ in range(case.accumulate)]
+        num_targets = accelerator.gather(sum(targets(batch) for batch in step)).sum()
+        total = 0.0
+        for batch in step:
+            with accelerator.accumulate(model):
+                loss = summed_loss(model, batch) / num_targets
+                total += loss.item()
+                # accelerate divides by the number of micro-batches, DDP and FSDP by that of ranks.
+                accelerator.backward(loss * case.accumulate * accelerator.num_processes)
+                if accelerator.sync_gradients and case.clip:
+                    accelerator.clip_grad_norm_(model.parameters(), case.clip)
+                optimizer.step()
+                optimizer.zero_grad()
+        losses.append(float(accelerator.gather(torch.tensor(total)).sum()))
+    if case.out:
+        accelerator.save_state(f"{case.out}-{case.stop}")
+    return accelerator, model, losses
+
+
+def make_trainer(case: Case, world: int, model: Any, kind: Any = None, **settings: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    from moe_comm.integrations.hugging_face import MoETrainer
+
+    class InOrder(MoETrainer if kind is None else kind):  # type: ignore[misc]
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            return SequentialSampler(self.train_dataset)
+
+    assert issubclass(InOrder, Trainer)
+    settings = {"save_strategy": "no"} | settings
+    if case.wrapper == "fsdp2":
+        settings |= {"fsdp": True, "fsdp_config": {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
+    arguments = TrainingArguments(
+        output_dir=case.out or f"{case.folder}/unused",
+        per_device_train_batch_size=GLOBAL_BATCH // world // case.accumulate,
+        gradient_accumulation_steps=case.accumulate,
+        max_grad_norm=case.clip,
+        optim="sgd" if case.optimizer == "sgd" else "adamw_torch",
+        adam_epsilon=ADAM_EPSILON,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        max_steps=STEPS,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        bf16=case.bf16,
+        **settings,
+    )
+    if case.wrapper == "fsdp2":
+        let_fsdp_run_on_the_cpu()
+    return InOrder(model, arguments, train_dataset=examples(), eval_dataset=examples()[:GLOBAL_BATCH])
+
+
+def matrix(folders: list[str], world: int) -> list[Case]:
+    """Both wrappers and models, over all ranks and over subgroups; every setting at least once, not every product."""
+    found = []
+    for folder in folders:
+        for wrapper in ("ddp", "fsdp2"):
+            case = Case(folder, wrapper, ep=world)
+            found += [case, replace(case, ep=2)] if world > 2 else [case, replace(case, optimizer="sgd")]
+    if world == 2:
+        found += [replace(case, clip=0.0, accumulate=1, ep=2) for case in found[::4]]
+    return found
+
+
+def product(folders: list[str], world: int) -> list[Case]:
+    """Every product of the settings of ``Case``."""
+    choices = itertools.product(folders, ("ddp", "fsdp2"), sorted({2, world}), ("sgd", "adamw"), (0.0, 0.05), (1, 2))
+    return [Case(*choice) for choice in choices]
+
+
+def assert_equals_one_process(case: Case, params: dict[str, Tensor], losses: list[float]) -> None:
+    expected, expected_losses = one_process(case)
+    assert params.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(params[name], value, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{case} {n}: {m}")
+    assert losses == pytest.approx(expected_losses[case.stop - len(losses) :], rel=1e-5), str(case)
+
+
+def error_of(call: Any, *args: Any, **kwargs: Any) -> str:
+    """Type and message of what ``call`` raises."""
+    try:
+        call(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"

@@ -1,0 +1,314 @@
+"""accelerate trains, clips, saves and resumes swapped models as one process does, or refuses to on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import moe_comm
+from moe_comm.integrations.hugging_face import prepare_accelerator, swap_moe
+from tests.integrations.loops import (
+    STEPS,
+    Case,
+    assert_equals_one_process,
+    error_of,
+    launched,
+    let_fsdp_run_on_the_cpu,
+    make_accelerator,
+    make_optimizer,
+    matrix,
+    one_process,
+    product,
+    with_accelerate,
+)
+from tests.integrations.models import ep_group, load, save_model
+from tests.integrations.test_state import assert_same
+from tests.pool import RankPool
+
+
+def train(rank: int, world: int, cases: list[Case]) -> list[tuple[dict[str, Tensor], list[float]]]:
+    results = []
+    for case in cases:
+        with launched(rank, world):
+            _, model, losses = with_accelerate(case, world)
+            state = moe_comm.state_dict(model)
+            results.append((state if rank == 0 else {}, losses))
+    return results
+
+
+def check(pool: RankPool, cases: list[Case]) -> None:
+    for start in range(0, len(cases), 8):
+        some = cases[start : start + 8]
+        for case, (params, losses) in zip(some, pool.run(train, some, timeout=90)[0], strict=True):
+            assert_equals_one_process(case, params, losses)
+
+
+def test_every_parameter_after_five_steps_on_2_ranks_is_that_of_one_process(
+    folders: list[str], pool2: RankPool
+) -> None:
+    check(pool2, matrix(folders, 2))
+
+
+def test_every_parameter_after_five_steps_on_4_ranks_is_that_of_one_process(
+    folders: list[str], pool4: RankPool
+) -> None:
+    check(pool4, matrix(folders, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_every_product_of_settings_equals_one_process(folders: list[str], pool2: RankPool, pool4: RankPool) -> None:
+    check(pool2, product(folders, 2))
+    check(pool4, product(folders, 4))
+
+
+def test_bf16_stays_close_to_one_process_in_bf16(folders: list[str], pool2: RankPool) -> None:
+    cases = [Case(folders[0], wrapper, bf16=True) for wrapper in ("ddp", "fsdp2")]
+    for case, (_, losses) in zip(cases, pool2.run(train, cases)[0], strict=True):
+        assert losses == pytest.approx(one_process(case)[1], rel=0.02), str(case)
+
+
+@pytest.mark.parametrize("way", ["2 to 4", "4 to 2", "4 to 1"])
+def test_a_run_resumed_on_another_number_of_ranks_goes_on_as_if_uninterrupted(
+    way: str, folders: list[str], tmp_path: Path, pool2: RankPool, pool4: RankPool
+) -> None:
+    """Also with another wrapper. One process loads with accelerate alone."""
+    before, after = int(way[0]), int(way[-1])
+    pools: dict[int, RankPool] = {2: pool2, 4: pool4}
+    first = [
+        Case(folder, wrapper, out=str(tmp_path / f"{i}{wrapper}"), stop=3)
+        for i, folder in enumerate(folders)
+        for wrapper in ("ddp", "fsdp2")
+    ]
+    pools[before].run(train, first)
+    other = {"ddp": "fsdp2", "fsdp2": "ddp"}
+    second = [
+        replace(case, resume=f"{case.out}-3", out="", stop=STEPS, wrapper=other[case.wrapper] if after > 1 else "ddp")
+        for case in first
+    ]
+    if after > 1:
+        check(pools[after], second)
+        return
+    for case in second:
+        with launched(0, 1):
+            _, model, losses = with_accelerate(replace(case, ep=1), 1, prepare=lambda accelerator: accelerator)
+            assert_equals_one_process(case, model.state_dict(), losses)
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_ranks_without_experts_train_save_and_resume(
+    wrapper: str, tmp_path: Path, pool2: RankPool, pool4: RankPool
+) -> None:
+    folder = save_model("mixtral", tmp_path / "model", num_local_experts=3, hidden_size=16)
+    case = Case(folder, wrapper, ep=4, out=str(tmp_path / "run"), stop=3)
+    check(pool4, [replace(case, stop=STEPS, out=""), replace(case, stop=2), case])
+    check(pool2, [replace(case, ep=2, stop=STEPS, resume=f"{case.out}-3", out="")])
+    check(pool4, [replace(case, stop=STEPS, resume=f"{case.out}-2", out="")])
+
+
+def write(rank: int, world: int, arg: tuple[Case, str]) -> dict[str, Any]:
+    """Train, then save in each way that accelerate documents."""
+    case, folder = arg
+    with launched(rank, world):
+        accelerator, model, _ = with_accelerate(case, world)
+        accelerator.save_model(model, f"{folder}/weights")
+        state = accelerator.get_state_dict(model)
+        inner = accelerator.unwrap_model(model)
+        inner.save_pretrained(f"{folder}/model", is_main_process=accelerator.is_main_process, state_dict=state)
+        refused = error_of(inner.save_pretrained, f"{folder}/part")
+        local = moe_comm.state_dict(model, form="local")
+        refused_local = error_of(inner.save_pretrained, f"{folder}/part", state_dict=local)
+        accelerator.wait_for_everyone()
+        return {"expected": moe_comm.state_dict(model), "refused": [refused, refused_local]}
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_saved_models_are_whole(wrapper: str, folders: list[str], tmp_path: Path, pool2: RankPool) -> None:
+    from safetensors.torch import load_file
+
+    for folder in folders:
+        out = tmp_path / Path(folder).name
+        results = pool2.run(write, (Case(folder, wrapper), str(out)))
+        expected = results[0]["expected"]
+        assert_same(load(str(out / "model")).state_dict(), expected)
+        assert_same(load_file(out / "weights" / "model.safetensors"), expected)
+        for result in results:
+            assert all("save_swapped" in message for message in result["refused"])
+        assert not (out / "part").exists()
+
+
+def use_without_integration(rank: int, world: int, folder: str) -> list[str]:
+    """What plain accelerate does with a spread model, and what it says."""
+    messages = []
+    with launched(rank, world):
+        accelerator = make_accelerator(Case(folder))
+        model = swap_moe(load(folder), ep_group(2))
+        model, _ = accelerator.prepare(model, make_optimizer(model, "adamw"))
+        for call, args in (
+            (accelerator.save_state, (f"{folder}/refused",)),
+            (accelerator.save_model, (model, f"{folder}/refused")),
+            (accelerator.get_state_dict, (model,)),
+            (accelerator.load_state, (folder,)),
+        ):
+            messages.append(error_of(call, *args))
+    with launched(rank, world):
+        accelerator = make_accelerator(Case(folder, "fsdp2"))
+        model = swap_moe(load(folder), ep_group(2))
+        messages.append(error_of(accelerator.prepare, model, make_optimizer(model, "adamw")))
+    return messages
+
+
+def test_what_plain_accelerate_would_get_wrong_raises_on_every_rank(folders: list[str], pool2: RankPool) -> None:
+    for folder in folders:
+        for messages in pool2.run(use_without_integration, folder, timeout=60):
+            for message in messages:
+                assert message.startswith("ConfigError") and "prepare_accelerator(accelerator)" in message, message
+
+
+def train_without_integration(rank: int, world: int, case: Case) -> tuple[dict[str, Tensor], list[float]]:
+    with launched(rank, world):
+        _, model, losses = with_accelerate(case, world, prepare=lambda accelerator: accelerator)
+        return moe_comm.state_dict(model), losses
+
+
+def test_plain_accelerate_trains_under_ddp(folders: list[str], pool2: RankPool) -> None:
+    case = Case(folders[1])
+    assert_equals_one_process(case, *pool2.run(train_without_integration, case)[0])
+
+
+class Wrapper(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **inputs: Tensor) -> Any:
+        return self.inner(**inputs)
+
+
+def wrap_and_train(rank: int, world: int, case: Case) -> str:
+    with launched(rank, world):
+        accelerator = prepare_accelerator(make_accelerator(case))
+        model = Wrapper(swap_moe(load(case.folder), ep_group(2)))
+        model, optimizer = accelerator.prepare(model, make_optimizer(model, "adamw"))
+        ids = torch.arange(8).reshape(1, 8)
+        accelerator.backward(model(input_ids=ids, labels=ids).loss)
+        return error_of(optimizer.step)
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_a_model_that_contains_the_swapped_one_trains(wrapper: str, folders: list[str], pool2: RankPool) -> None:
+    assert pool2.run(wrap_and_train, Case(folders[1], wrapper, accumulate=1)) == ["no error"] * 2
+
+
+def refuse_settings(rank: int, world: int, folder: str) -> dict[str, str]:
+    messages = {}
+    for name, settings in (
+        ("cpu_ram_efficient_loading", {"cpu_ram_efficient_loading": True}),
+        ("cpu_offload", {"cpu_offload": True}),
+        ("fsdp_version", {}),
+    ):
+        with launched(rank, world):
+            accelerator = prepare_accelerator(_accelerator(folder, name, settings))
+            model = swap_moe(load(folder), ep_group(2))
+            messages[name] = error_of(accelerator.prepare, model, make_optimizer(model, "adamw"))
+    for name, set_up in (("fp16", _scale), ("DEEPSPEED", _use_deepspeed), ("data parallelism only", _use_tp)):
+        with launched(rank, world):
+            accelerator = prepare_accelerator(make_accelerator(Case(folder, "fsdp2")))
+            set_up(accelerator)
+            model = swap_moe(load(folder), ep_group(2))
+            messages[name] = error_of(accelerator.prepare, model, make_optimizer(model, "adamw"))
+    with launched(rank, world):
+        accelerator = prepare_accelerator(make_accelerator(Case(folder, "fsdp2")))
+        model = swap_moe(load(folder), ep_group(2))
+        foreign = make_optimizer(load(folder), "adamw")
+        messages["build it after swap_moe"] = error_of(accelerator.prepare, model, foreign)
+        model, _ = accelerator.prepare(model, make_optimizer(model, "adamw"))
+        some = list(model.parameters())[:2]
+        messages["model.parameters()"] = error_of(accelerator.clip_grad_norm_, some, 1.0)
+    return messages
+
+
+def _scale(accelerator: Any) -> None:
+    accelerator.scaler = torch.amp.GradScaler("cpu")  # accelerate makes one on GPUs only
+
+
+def _use_deepspeed(accelerator: Any) -> None:
+    from accelerate import DistributedType
+
+    accelerator.state.distributed_type = DistributedType.DEEPSPEED  # whose package is not installed
+
+
+def _use_tp(accelerator: Any) -> None:
+    from accelerate import ParallelismConfig
+
+    accelerator.state.parallelism_config = ParallelismConfig(tp_size=2)
+
+
+def _accelerator(folder: str, name: str, settings: dict[str, Any]) -> Any:
+    if name != "fsdp_version":
+        return make_accelerator(Case(folder, "fsdp2"), **settings)
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    let_fsdp_run_on_the_cpu()
+    return Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1), cpu=True)
+
+
+def test_unsupported_settings_raise_on_every_rank_and_are_named(folders: list[str], pool2: RankPool) -> None:
+    for messages in pool2.run(refuse_settings, folders[1], timeout=60):
+        for named, message in messages.items():
+            assert message.startswith(("ConfigError", "UnsupportedModel")) and named in message, message
+
+
+def resume_and_count(rank: int, world: int, case: Case) -> int:
+    with launched(rank, world):
+        accelerator, _, _ = with_accelerate(case, world)
+        accelerator.load_state(case.resume)
+        return int(accelerator.step)
+
+
+def test_ranks_that_were_not_there_continue_at_the_same_micro_batch(
+    folders: list[str], tmp_path: Path, pool2: RankPool, pool4: RankPool
+) -> None:
+    case = Case(folders[0], out=str(tmp_path / "run"), stop=1)
+    pool2.run(train, [case])
+    steps = pool4.run(resume_and_count, replace(case, out="", resume=f"{case.out}-1", stop=1))
+    assert steps == [case.accumulate] * 4
+
+
+def fail_to_write(rank: int, world: int, arg: tuple[Case, str]) -> str:
+    case, blocked = arg
+    with launched(rank, world):
+        accelerator, _, _ = with_accelerate(case, world)
+        return error_of(accelerator.save_state, blocked)
+
+
+def test_a_save_that_fails_on_one_rank_raises_on_every_rank(
+    folders: list[str], tmp_path: Path, pool2: RankPool
+) -> None:
+    (tmp_path / "state" / "model.safetensors").mkdir(parents=True)
+    first, second = pool2.run(fail_to_write, (Case(folders[0], stop=1), str(tmp_path / "state")))
+    assert first.split(":")[0] not in ("no error", "CheckpointError")
+    assert second.startswith("CheckpointError")
+
+
+def test_other_models_are_handled_as_before(saved: Callable[[str], str], tmp_path: Path) -> None:
+    with launched(0, 1):
+        accelerator = prepare_accelerator(make_accelerator(Case(saved("mixtral"), accumulate=1)))
+        assert prepare_accelerator(accelerator) is accelerator
+        model = torch.nn.Linear(2, 2)
+        model, optimizer = accelerator.prepare(model, make_optimizer(model, "adamw"))
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        torch.testing.assert_close(norm, torch.tensor(6.0).sqrt())
+        optimizer.step()
+        accelerator.save_state(str(tmp_path))
+        expected = {name: value.clone() for name, value in model.state_dict().items()}
+        torch.nn.init.zeros_(model.weight)
+        accelerator.load_state(str(tmp_path))
+        assert_same(model.state_dict(), expected)

@@ -1,0 +1,225 @@
+"""``MoETrainer`` trains, clips, saves and resumes swapped models as one process does; ``Trainer`` does or refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import moe_comm
+from moe_comm.integrations.hugging_face import swap_moe
+from tests.integrations.loops import (
+    Case,
+    assert_equals_one_process,
+    error_of,
+    launched,
+    make_trainer,
+    matrix,
+    one_process,
+    product,
+)
+from tests.integrations.models import ep_group, load
+from tests.integrations.test_state import assert_same
+from tests.pool import RankPool
+
+SAVED = 2
+"""The step of the checkpoint that runs are resumed from."""
+
+
+def logged(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def run(rank: int, world: int, case: Case, kind: Any = None, **settings: Any) -> tuple[dict[str, Tensor], list[float]]:
+    with launched(rank, world):
+        model = swap_moe(load(case.folder), ep_group(case.ep))
+        trainer = make_trainer(case, world, model, kind, **settings)
+        trainer.train(resume_from_checkpoint=case.resume or None)
+        losses = logged(trainer)
+        state = moe_comm.state_dict(trainer.model)
+        return state, losses[SAVED:] if case.resume else losses
+
+
+def train(rank: int, world: int, cases: list[Case]) -> list[tuple[dict[str, Tensor], list[float]]]:
+    results = [run(rank, world, case) for case in cases]
+    return results if rank == 0 else []
+
+
+def check(pool: RankPool, cases: list[Case]) -> None:
+    for start in range(0, len(cases), 8):
+        some = cases[start : start + 8]
+        for case, (params, losses) in zip(some, pool.run(train, some, timeout=90)[0], strict=True):
+            assert_equals_one_process(case, params, losses)
+
+
+def test_every_parameter_after_five_steps_on_2_ranks_is_that_of_one_process(
+    folders: list[str], pool2: RankPool
+) -> None:
+    check(pool2, matrix(folders, 2))
+
+
+def test_every_parameter_after_five_steps_on_4_ranks_is_that_of_one_process(
+    folders: list[str], pool4: RankPool
+) -> None:
+    check(pool4, matrix(folders, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_every_product_of_settings_equals_one_process(folders: list[str], pool2: RankPool, pool4: RankPool) -> None:
+    check(pool2, product(folders, 2))
+    check(pool4, product(folders, 4))
+
+
+def test_bf16_stays_close_to_one_process_in_bf16(folders: list[str], pool2: RankPool) -> None:
+    cases = [Case(folders[0], wrapper, bf16=True) for wrapper in ("ddp", "fsdp2")]
+    for case, (_, losses) in zip(cases, pool2.run(train, cases)[0], strict=True):
+        assert losses == pytest.approx(one_process(case)[1], rel=0.02), str(case)
+
+
+def train_and_save(rank: int, world: int, cases: list[Case]) -> None:
+    for case in cases:
+        run(rank, world, case, save_strategy="steps", save_steps=SAVED)
+
+
+@pytest.mark.parametrize("way", ["2 to 4", "4 to 2", "4 to 1"])
+def test_a_run_resumed_on_another_number_of_ranks_goes_on_as_if_uninterrupted(
+    way: str, folders: list[str], tmp_path: Path, pool2: RankPool, pool4: RankPool
+) -> None:
+    """Also with another wrapper. Each checkpoint is a whole model for ``from_pretrained``."""
+    before, after = int(way[0]), int(way[-1])
+    pools: dict[int, RankPool] = {2: pool2, 4: pool4}
+    first = [
+        Case(folder, wrapper, out=str(tmp_path / f"{i}{wrapper}"))
+        for i, folder in enumerate(folders)
+        for wrapper in ("ddp", "fsdp2")
+    ]
+    pools[before].run(train_and_save, first)
+    for case in first:
+        params, _ = one_process(replace(case, stop=SAVED))
+        for name, value in load(f"{case.out}/checkpoint-{SAVED}").state_dict().items():
+            torch.testing.assert_close(value, params[name], rtol=1e-5, atol=1e-5)
+    other = {"ddp": "fsdp2", "fsdp2": "ddp"}
+    second = [
+        replace(case, resume=f"{case.out}/checkpoint-{SAVED}", wrapper=other[case.wrapper] if after > 1 else "ddp")
+        for case in first
+    ]
+    if after > 1:
+        check(pools[after], second)
+        return
+    for case in second:
+        assert_equals_one_process(case, *run(0, 1, replace(case, ep=1)))
+
+
+def save_and_load_best(rank: int, world: int, case: Case) -> dict[str, Any]:
+    """Evaluate after each step with a metric that is best after the second one."""
+    from transformers import Trainer
+
+    from moe_comm.integrations.hugging_face import MoETrainerMixin
+
+    class Mine(MoETrainerMixin, Trainer):
+        def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+            return {"eval_mine": float(abs(self.state.global_step - SAVED))}
+
+    with launched(rank, world):
+        model = swap_moe(load(case.folder), ep_group(case.ep))
+        settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+        settings |= {"load_best_model_at_end": True, "metric_for_best_model": "mine", "greater_is_better": False}
+        settings |= {"save_total_limit": 2}
+        trainer = make_trainer(case, world, model, Mine, **settings)
+        trainer.train()
+        trainer.save_model(f"{case.out}/final")
+        return moe_comm.state_dict(trainer.model)
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_a_subclass_loads_the_best_model_and_saves_it_whole(
+    wrapper: str, folders: list[str], tmp_path: Path, pool2: RankPool
+) -> None:
+    for folder in folders:
+        case = Case(folder, wrapper, out=str(tmp_path / Path(folder).name))
+        best = pool2.run(save_and_load_best, case)[0]
+        assert_same(load(f"{case.out}/final").state_dict(), best)
+        expected, _ = one_process(replace(case, stop=SAVED))
+        for name, value in best.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-5)
+        architecture = json.loads((Path(case.out) / "final" / "config.json").read_text())["architectures"]
+        assert architecture == [type(load(folder)).__name__]
+
+
+def use_plain_trainer(rank: int, world: int, folder: str) -> dict[str, str]:
+    from transformers import Trainer
+
+    messages = {}
+    with launched(rank, world):
+        model = swap_moe(load(folder), ep_group(2))
+        trainer = make_trainer(Case(folder), world, model, Trainer, save_strategy="steps")
+        messages["train with checkpoints"] = error_of(trainer.train)
+    with launched(rank, world):
+        trainer = make_trainer(Case(folder), world, model, Trainer)
+        messages["save_model"] = error_of(trainer.save_model, f"{folder}/refused")
+        messages["resume"] = error_of(trainer.train, resume_from_checkpoint=folder)
+    with launched(rank, world):
+        trainer = make_trainer(Case(folder, "fsdp2"), world, model, Trainer)
+        messages["fsdp2"] = error_of(trainer.train)
+    return messages
+
+
+def test_what_plain_trainer_would_get_wrong_raises_on_every_rank(folders: list[str], pool2: RankPool) -> None:
+    for folder in folders:
+        for messages in pool2.run(use_plain_trainer, folder, timeout=60):
+            for what, message in messages.items():
+                expected = "prepare_accelerator" if what == "fsdp2" else "MoETrainer"
+                assert message.startswith("ConfigError") and expected in message, f"{what}: {message}"
+
+
+def import_trainer_late(rank: int, world: int, case: Case) -> tuple[bool, str]:
+    with launched(rank, world):
+        model = swap_moe(load(case.folder), ep_group(2))
+        late = "transformers.trainer" not in sys.modules
+        from transformers import Trainer
+
+        trainer = make_trainer(case, world, model, Trainer, save_strategy="steps", save_steps=1)
+        return late, error_of(trainer.train)
+
+
+def test_a_trainer_imported_after_the_swap_raises_at_its_first_checkpoint(folders: list[str], tmp_path: Path) -> None:
+    with RankPool(2) as pool:
+        for late, message in pool.run(import_trainer_late, Case(folders[0], out=str(tmp_path)), timeout=60):
+            assert late
+            assert message.startswith("ConfigError") and "MoETrainer" in message
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def train_plain(rank: int, world: int, case: Case) -> tuple[dict[str, Tensor], list[float]]:
+    from transformers import Trainer
+
+    return run(rank, world, case, Trainer)
+
+
+def test_plain_trainer_without_checkpoints_trains_under_ddp(folders: list[str], pool2: RankPool) -> None:
+    case = Case(folders[1])
+    assert_equals_one_process(case, *pool2.run(train_plain, case)[0])
+
+
+def test_a_model_on_one_rank_resumes_with_its_experts(folders: list[str], tmp_path: Path) -> None:
+    """``Trainer`` itself leaves them as they were before: the names in its checkpoints are those of the hub."""
+    case = Case(folders[0], out=str(tmp_path), ep=1)
+    run(0, 1, case, save_strategy="steps", save_steps=SAVED)
+    again = replace(case, resume=str(tmp_path / f"checkpoint-{SAVED}"))
+    assert_equals_one_process(again, *run(0, 1, again))
+
+
+def test_the_trainer_is_imported_on_first_use() -> None:
+    code = (
+        "import sys, moe_comm.integrations.hugging_face as hf; assert 'transformers.trainer' not in sys.modules; "
+        "from transformers import Trainer; assert issubclass(hf.MoETrainer, Trainer)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
