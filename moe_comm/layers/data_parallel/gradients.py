@@ -39,6 +39,9 @@ from moe_comm.layers.data_parallel.optimizers import mark_parameter, stop_watchi
 Reduction = Literal["sum", "mean"]
 _MEANS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
 """Communication hooks of torch for DDP that average."""
+_Same = weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup | None]
+_EDP: weakref.WeakKeyDictionary[ProcessGroup, _Same] = weakref.WeakKeyDictionary()
+"""By expert-parallel group: the layers of a model share these groups, as each has threads or a communicator."""
 
 
 class ExpertGradients:
@@ -66,7 +69,6 @@ class ExpertGradients:
         self._replicated = replicated
         self._ddp: weakref.ref[Any] | None = None
         self._scale = 1.0
-        self._edp: dict[ProcessGroup, ProcessGroup | None] = {}
         self._hooked: dict[str, weakref.ref[Any]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertGradients:
@@ -77,22 +79,29 @@ class ExpertGradients:
         copied._hooked, copied.audit, copied._ddp, copied._scale = {}, None, None, 1.0
         return copied
 
+    @property
+    def ddp(self) -> Any:
+        """The ``DistributedDataParallel`` that reduces the other gradients; None if there is none."""
+        return None if self._ddp is None else self._ddp()
+
     def before_forward(self, experts: nn.Module) -> None:
         """Find out who reduces gradients, and raise if that would reduce those of experts as replicated ones.
 
         Raises:
             ConfigError: a wrapper treats experts as replicated; the message has the line to write.
         """
-        if self.prepared_for_fsdp or self.left_to_caller or not torch.is_grad_enabled():
+        if self.prepared_for_fsdp or self.left_to_caller:
             return
         for name in self.shards.shardings:
             param = getattr(experts, name)
             hooked = self._hooked.get(name)
             if hooked is None or hooked() is not param:
                 self._hook(name, param)
-        self._watch(experts)
+        if torch.is_grad_enabled():
+            self._watch(experts)
+        # Without gradients, too: reentrant checkpointing runs its second forward pass outside of DDP's.
         ddp = _active_ddp()
-        if ddp is not None and (self._ddp is None or self._ddp() is not ddp):
+        if ddp is not None and self.ddp is not ddp:
             self._under(ddp, experts)
 
     def stop_checking(self) -> None:
@@ -106,9 +115,10 @@ class ExpertGradients:
 
         The first call for a group is collective over it.
         """
-        if group not in self._edp:
-            self._edp[group] = _edp_group(self.shards.group, group)
-        return self._edp[group]
+        known = _EDP.setdefault(self.shards.group, weakref.WeakKeyDictionary())
+        if group not in known:
+            known[group] = _edp_group(self.shards.group, group)
+        return known[group]
 
     def _hook(self, name: str, param: Any) -> None:
         if managed_by_fsdp(param):
@@ -117,7 +127,7 @@ class ExpertGradients:
             param.register_hook(partial(self._delivered, param))
             param.register_post_accumulate_grad_hook(partial(self._accumulated, name))
             mark_parameter(param, self.shards, name)
-        self._hooked[name] = weakref.ref(param)
+            self._hooked[name] = weakref.ref(param)  # else later, if it is trained then
 
     def _watch(self, experts: nn.Module) -> None:
         """Compare gradients of the first trainable parameter of ``experts`` with those of a replicated one."""
@@ -130,6 +140,8 @@ class ExpertGradients:
         expert = next((param for param in trained if param.requires_grad), None)
         if self._checked and expert is not None and replicated.requires_grad:
             self.audit = Audit(self.label, self.shards.group, expert, replicated)
+            if (ddp := self.ddp) is not None:
+                self.audit.group = ddp.process_group
             watch_steps(expert, self.audit)
 
     def _delivered(self, param: Tensor, grad: Tensor) -> Tensor | None:
@@ -141,7 +153,7 @@ class ExpertGradients:
         grad = param.grad
         if grad is None:
             return
-        ddp = None if self._ddp is None else self._ddp()
+        ddp = self.ddp
         if ddp is not None and ddp.require_backward_grad_sync:
             edp = self.edp_group(ddp.process_group)
             if edp is not None:
