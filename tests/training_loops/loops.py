@@ -133,6 +133,9 @@ def blocks_of(model: Any) -> Any:
 def train(case: Case, rank: int, world: int) -> tuple[dict[str, Tensor], list[float]]:
     """Parameters after training on ranks, all experts, and the norms of the gradients. Collective."""
     model = wrap(KINDS[case.kind].on(ep_group(case.ep)), case)
+    for module in model.modules():
+        if isinstance(module, moe_comm.MoELayer) and case.loop != "own sum":
+            module.aux_scale = float(world)
     optimizer, clipping, norms = OPTIMIZERS[case.optimizer](model.parameters()), CLIPS[case.clip], []
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none=case.zero)

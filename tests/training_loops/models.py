@@ -64,7 +64,6 @@ class Kind:
 
     Attributes:
         etp: ranks that share each expert.
-        max_ep: ranks of an expert-parallel group that the model can use; None: any number.
     """
 
     build: Callable[..., nn.Module]
@@ -98,6 +97,14 @@ def gpt_idle_expert(group: Any) -> GPT:
     for block in model.blocks:
         block.moe.router.correction_bias[-1] = -100.0
     return model
+
+
+def gpt_balanced(group: Any) -> GPT:
+    """With a balance loss over the tokens of all ranks."""
+    router = RouterConfig(5, 2, balance_loss=0.1)
+    config = MoEConfig(hidden=HIDDEN, ffn=24, router=router)
+    tokens = None if group is None else dist.group.WORLD
+    return GPT(lambda layer: MoELayer.build(config, group, tokens_group=tokens, seed=layer))
 
 
 _SMALL: dict[str, Any] = {
@@ -137,6 +144,7 @@ KINDS = {
     "gpt, etp 2": Kind(gpt, {"experts": 4}, etp=2),
     "gpt, shared expert, frozen router": Kind(gpt_shared_frozen),
     "gpt, idle expert": Kind(gpt_idle_expert),
+    "gpt, balance loss": Kind(gpt_balanced),
     "gpt, checkpointing": Kind(gpt, {"recompute": False}),
     "gpt, reentrant checkpointing": Kind(gpt, {"recompute": True}),
     "qwen3, checkpointing": Kind(qwen3, {"recompute": True}),

@@ -62,7 +62,7 @@ def some_cases(kind: str, ep: int) -> list[Case]:
     return found
 
 
-def sizes(kind: str, world: int) -> list[int]:
+def sizes(world: int) -> list[int]:
     """Sizes of expert-parallel groups."""
     return [ep for ep in (world, world // 2) if ep > 1]
 
@@ -74,7 +74,7 @@ def test_two_ranks_train_as_one_process(kind: str, pool2: RankPool) -> None:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_four_ranks_train_as_one_process(kind: str, pool4: RankPool) -> None:
-    check(pool4, [case for ep in sizes(kind, 4) for case in some_cases(kind, ep)])
+    check(pool4, [case for ep in sizes(4) for case in some_cases(kind, ep)])
 
 
 @pytest.mark.slow
@@ -104,6 +104,7 @@ OPTIONS = [
     Case("wrapped qwen3", "ddp", 2, accumulate=2),
     Case("wrapped qwen3", "own sum", 2),
     Case("gpt, checkpointing", "ddp", 2, ddp={"static_graph": True}),
+    *(Case("gpt, balance loss", loop, 2) for loop in LOOPS),
     *(Case(kind, loop, 2) for kind in KINDS if "checkpointing" in kind for loop in LOOPS),
 ]
 

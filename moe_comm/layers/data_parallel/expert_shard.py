@@ -216,10 +216,11 @@ class ExpertShard(Tensor):
     def _boxes(self) -> list[Box]:
         shards = self.shards
         held = self.local() if self.dtensor is None else self.dtensor
-        if tuple(held.shape) != shards.local_shape(self.name_in_module):
+        expected = shards.local_shape(self.name_in_module)
+        if tuple(held.shape) != expected:
             raise UnsupportedModel(
-                f"state of shape {tuple(held.shape)} for {self.name_in_module} {shards.local_shape(self.name_in_module)} "
-                "cannot be put together from the parts of ranks"
+                f"state of shape {tuple(held.shape)} for {self.name_in_module} {expected} cannot be put together from "
+                "the parts of ranks"
             )
         if not self.local().numel():
             return []
