@@ -1,4 +1,5 @@
-"""Every example runs as its first lines say. tests/integrations/test_swap_example.py runs the swap."""
+"""Every example runs as its first lines say. tests/integrations/test_swap_example.py runs the swap,
+tests/training_loops/test_own_loop_example.py the loop."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
-ELSEWHERE = {"swap_hugging_face.py", "folded_transformer.py"}
+ELSEWHERE = {"swap_hugging_face.py", "folded_transformer.py", "own_loop.py"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 SAYS = {
     "tensor_parallel.py": ["rank 1 of 2: 2 heads, output and gradients match"],

@@ -96,6 +96,8 @@ class MoELayer(ParallelModule):
         aux_scale: what the main loss is multiplied by before backward; the auxiliary losses get the same factor.
     """
 
+    counters = ("dropped_total",)
+    """Buffers that count this rank's tokens."""
     dropped_total: Tensor
 
     def __init__(

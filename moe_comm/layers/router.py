@@ -135,6 +135,8 @@ class Router(nn.Module):
     """
 
     correction_bias: Tensor | None
+    counters = ("load_E", "invalid")
+    """Buffers that count this rank's tokens."""
     load_E: Tensor
     invalid: Tensor
 

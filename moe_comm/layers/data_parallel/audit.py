@@ -12,8 +12,8 @@ signs, so it is linear:
     f of e different on ranks with different experts       else: reduced as if experts were replicated
     (f of q) / (s of q of all ranks), and the same of e    equal: both sums, or both means; scaling cancels out
 
-Two probes of each must agree on the ratio, so loops that change gradients element by element (clipping by value, weight
-decay in the gradient) are not compared. Steps 1, 2, 4, 8, ... are checked; each check is one exchange of 80 bytes.
+All probes must agree on the ratio, so loops that change gradients element by element (clipping by value, weight decay
+in the gradient) are not compared. Steps 1, 2, 4, 8, ... are checked; each check is one exchange of 392 bytes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_comm.errors import GradientMismatch
 from moe_comm.layers.collectives import gather_values
 
-NUM_PROBES = 2
-SAMPLES = 2048
+NUM_PROBES = 8
+SAMPLES = 512
 """Elements of each probe."""
 TOLERANCE = 0.02
 WELL_CONDITIONED = 0.01
@@ -161,9 +162,8 @@ def _probe(grad: Tensor) -> tuple[Tensor, Tensor]:
     flat = grad.detach().reshape(-1)
     stride = max(1, flat.numel() // (NUM_PROBES * SAMPLES))
     sampled = flat[::stride][: NUM_PROBES * SAMPLES].double().cpu()
-    terms = sampled * _SIGNS[: sampled.numel()]
-    parts = [terms[probe::NUM_PROBES] for probe in range(NUM_PROBES)]
-    return torch.stack([part.sum() for part in parts]), torch.stack([part.abs().sum() for part in parts])
+    terms = F.pad(sampled * _SIGNS[: sampled.numel()], (0, -sampled.numel() % NUM_PROBES)).view(-1, NUM_PROBES)
+    return terms.sum(0), terms.abs().sum(0)
 
 
 _SIGNS = ((torch.arange(NUM_PROBES * SAMPLES) * 2654435761 >> 13) % 2 * 2 - 1).double()
@@ -193,30 +193,41 @@ def _reduced_as_replicated(by_place: dict[float, list[_Probed]]) -> str | None:
 
 
 def _other_convention(replicated: Sequence[_Probed], by_place: dict[float, list[_Probed]]) -> str | None:
-    expected = _ratio(replicated)
-    for same in by_place.values():
-        got = _ratio(same)
-        if expected is None or got is None or _close(expected, got):
-            continue
+    expected, ratios = _ratio(replicated), [_ratio(same) for same in by_place.values()]
+    known = [ratio for ratio in ratios if ratio is not None]
+    if expected is None or not known:
+        return None
+    if not all(_close(known[0], ratio) for ratio in known):
         return (
-            f"the optimizer receives {expected:.4g} times the sum over ranks of the gradients of replicated "
-            f"parameters, but {got:.4g} times that of experts. Both must be sums or both means; "
-            "moe_comm.sync_gradients(model) takes care of both"
+            f"the gradients of experts are scaled differently on different ranks, by {min(known):.4g} to "
+            f"{max(known):.4g}. Clip with torch.nn.utils.clip_grad_norm_ or moe_comm.clip_grad_norm_, not by the norm "
+            "of one rank's gradients"
         )
-    return None
+    copies = len(replicated) // len(by_place)
+    # Only factors that come from a sum or a mean over ranks: loops may clip experts by a norm of their own.
+    factors = {len(replicated), copies, len(replicated) // copies} - {1}
+    if not any(_close(known[0] * f, expected) or _close(known[0], expected * f) for f in factors):
+        return None
+    return (
+        f"the optimizer receives {expected:.4g} times the sum over ranks of the gradients of replicated "
+        f"parameters, but {known[0]:.4g} times that of experts. Both must be sums or both means; "
+        "moe_comm.sync_gradients(model) takes care of both"
+    )
 
 
 def _ratio(probed: Sequence[_Probed]) -> float | None:
-    """Final gradient over the sum of what the ranks delivered; None where that cannot be said."""
-    if not all(map(math.isfinite, (word for one in probed for word in one.words()))):
+    """Final gradient over the sum of what the ranks delivered; None where that cannot be said.
+
+    A final gradient of zero says nothing: another optimizer has stepped, and its gradients are cleared.
+    """
+    if not all(map(math.isfinite, (word for one in probed for word in one.words()))) or not any(probed[0].final):
         return None
     ratios = []
     for probe in range(NUM_PROBES):
         total = sum(one.delivered[probe] for one in probed)
-        if abs(total) <= WELL_CONDITIONED * sum(one.magnitude[probe] for one in probed):
-            return None
-        ratios.append(probed[0].final[probe] / total)
-    return ratios[0] if all(_close(ratios[0], other) for other in ratios) else None
+        if abs(total) > WELL_CONDITIONED * sum(one.magnitude[probe] for one in probed):
+            ratios.append(probed[0].final[probe] / total)
+    return ratios[0] if len(ratios) > 1 and all(_close(ratios[0], other) for other in ratios) else None
 
 
 def _close(a: float, b: float) -> bool:

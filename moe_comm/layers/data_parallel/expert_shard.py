@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm.errors import ConfigError, InputError
+from moe_comm.errors import ConfigError, InputError, UnsupportedModel
 from moe_comm.layers.collectives import gather_values
 from moe_comm.topology import Box, Sharding, Share, row_range
 
@@ -116,7 +116,8 @@ class ExpertShard(Tensor):
     - In a state dict: ``torch.save``, safetensors and pickle raise; they would write one rank's experts as if they
       were all.
 
-    ``local()`` returns the plain tensor. Results of other operations are plain tensors.
+    ``local()`` returns the plain tensor. What is computed element by element from values of a state dict is such a
+    value, too. Results of other operations are plain tensors.
     """
 
     shards: ExpertShards
@@ -147,6 +148,11 @@ class ExpertShard(Tensor):
             return self.as_subclass(Tensor)
 
     def _like(self, local: Tensor) -> ExpertShard:
+        if self.dtensor is not None:
+            held = self.dtensor
+            local = DTensor.from_local(
+                local, held.device_mesh, held.placements, run_check=False, shape=held.shape, stride=held.stride()
+            )
         return ExpertShard.of(local, self.shards, self.name_in_module, in_state_dict=self.in_state_dict)
 
     @property
@@ -168,7 +174,7 @@ class ExpertShard(Tensor):
             _refuse(args[0])
         with torch._C.DisableTorchFunctionSubclass():
             rule = _RULES.get(func)
-            return func(*args, **kwargs) if rule is None else rule(func, args, kwargs)
+            return _computed(func(*args, **kwargs), args) if rule is None else rule(func, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.in_state_dict:
@@ -180,7 +186,12 @@ class ExpertShard(Tensor):
         memo[id(self)] = copied
         return copied
 
-    # torch.distributed.checkpoint calls these three.
+    # torch.distributed.checkpoint calls these four.
+
+    def size(self, dim: int | None = None) -> Any:
+        """As ``Tensor.size``; of a value of a state dict that over all experts, which is compared with a checkpoint."""
+        shape = self.full_shape if self.in_state_dict else self.shape
+        return shape if dim is None else shape[dim]
 
     def __create_write_items__(self, fqn: str, value: Any) -> list[Any]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
@@ -213,6 +224,13 @@ class ExpertShard(Tensor):
 
     def _boxes(self) -> list[Box]:
         shards = self.shards
+        held = self.local() if self.dtensor is None else self.dtensor
+        expected = shards.local_shape(self.name_in_module)
+        if tuple(held.shape) != expected:
+            raise UnsupportedModel(
+                f"state of shape {tuple(held.shape)} for {self.name_in_module} {expected} cannot be put together from "
+                "the parts of ranks"
+            )
         if not self.local().numel():
             return []
         share = None
@@ -284,6 +302,16 @@ def _keep(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     return result
 
 
+def _computed(result: Any, args: tuple[Any, ...]) -> Any:
+    """Averages of state dicts are computed from shards of them, element by element, and are shards."""
+    if isinstance(result, ExpertShard) or not isinstance(result, Tensor):
+        return result
+    for arg in args:
+        if isinstance(arg, ExpertShard) and arg.in_state_dict and arg.shape == result.shape:
+            return arg if result is arg else arg._like(result)
+    return result
+
+
 _RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm), _norm),
     torch._foreach_norm: _foreach_norm,
@@ -317,7 +345,7 @@ def _refuse(shard: ExpertShard) -> NoReturn:
         f"this {shard.name_in_module} {tuple(shard.shape)} is the part of rank {rank} of {sharding.shape} over all "
         f"experts; saving it would lose the experts of the other {dist.get_world_size(shards.group) - 1} ranks. "
         "Save what moe_comm.state_dict(model) and moe_comm.optimizer_state_dict(model, optimizer) return (every rank "
-        "calls them), or use torch.distributed.checkpoint. For one file a rank: "
+        "calls them), or use torch.distributed.checkpoint.save (not async_save). For one file a rank: "
         'moe_comm.state_dict(model, form="local").'
     )
 

@@ -38,6 +38,9 @@ from moe_comm.layers.data_parallel.optimizers import mark_parameter, watch_steps
 Reduction = Literal["sum", "mean"]
 _MEANS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
 """Communication hooks of torch for DDP that average."""
+_Same = weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup | None]
+_EDP: weakref.WeakKeyDictionary[ProcessGroup, _Same] = weakref.WeakKeyDictionary()
+"""By expert-parallel group: the layers of a model share these groups, as each has threads or a communicator."""
 
 
 class ExpertGradients:
@@ -65,19 +68,23 @@ class ExpertGradients:
         self._replicated = replicated
         self._ddp: weakref.ref[Any] | None = None
         self._scale = 1.0
-        self._edp: dict[ProcessGroup, ProcessGroup | None] = {}
         self._audited = ""
         self._seen: dict[str, tuple[Callable[[], Any], bool]] = {}
-        self._seen_replicated: weakref.ref[Any] | None = None
+        self._seen_replicated: Callable[[], Any] = _nothing
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertGradients:
         copied = ExpertGradients.__new__(ExpertGradients)
         memo[id(self)] = copied
         vars(copied).update(vars(self))
         copied._replicated = deepcopy(self._replicated, memo)
-        copied._seen, copied._seen_replicated = {}, None
+        copied._seen, copied._seen_replicated = {}, _nothing
         copied.audit, copied._ddp, copied._scale = None, None, 1.0
         return copied
+
+    @property
+    def ddp(self) -> Any:
+        """The ``DistributedDataParallel`` that reduces the other gradients; None if there is none."""
+        return None if self._ddp is None else self._ddp()
 
     def before_forward(self, experts: nn.Module) -> None:
         """Find out who reduces gradients, and raise if that would reduce those of experts as replicated ones.
@@ -94,10 +101,11 @@ class ExpertGradients:
             if not same or (param.requires_grad and not hooked):
                 self._hook(name, param, hooked and same)
         replicated = self._replicated()
-        if replicated is not None and (self._seen_replicated is None or self._seen_replicated() is not replicated):
+        if replicated is not None:
             self._watch(experts, replicated)
+        # Without gradients, too: reentrant checkpointing runs its second forward pass outside of DDP's.
         ddp = _active_ddp()
-        if ddp is not None and (self._ddp is None or self._ddp() is not ddp):
+        if ddp is not None and self.ddp is not ddp:
             self._under(ddp, experts)
 
     def stop_checking(self) -> None:
@@ -111,9 +119,10 @@ class ExpertGradients:
 
         The first call for a group is collective over it.
         """
-        if group not in self._edp:
-            self._edp[group] = _edp_group(self.shards.group, group)
-        return self._edp[group]
+        known = _EDP.setdefault(self.shards.group, weakref.WeakKeyDictionary())
+        if group not in known:
+            known[group] = _edp_group(self.shards.group, group)
+        return known[group]
 
     def _hook(self, name: str, param: Any, hooked: bool) -> None:
         if managed_by_fsdp(param):
@@ -126,13 +135,18 @@ class ExpertGradients:
 
     def _watch(self, experts: nn.Module, replicated: nn.Parameter) -> None:
         """Compare gradients of the first trainable parameter of ``experts`` with those of ``replicated``."""
-        if managed_by_fsdp(replicated):
-            raise ConfigError(_fsdp_line(self.label, "leaves the experts alone, but averages the other gradients"))
-        self._seen_replicated = weakref.ref(replicated)
+        if self._seen_replicated() is not replicated:
+            if managed_by_fsdp(replicated):
+                raise ConfigError(_fsdp_line(self.label, "leaves the experts alone, but averages the other gradients"))
+            self._seen_replicated, self.audit = weakref.ref(replicated), None
+        if self.audit is not None or not (self._checked and replicated.requires_grad and torch.is_grad_enabled()):
+            return
         name = next((name for name in self.shards.shardings if getattr(experts, name).requires_grad), None)
-        if self._checked and name is not None and replicated.requires_grad:
+        if name is not None:
             expert = getattr(experts, name)
             self.audit, self._audited = Audit(self.label, self.shards.group, expert, replicated), name
+            if (ddp := self.ddp) is not None:
+                self.audit.group = ddp.process_group
             watch_steps(expert, self.audit)
 
     def _delivered(self, name: str, grad: Tensor) -> Tensor | None:
@@ -144,7 +158,7 @@ class ExpertGradients:
         grad = param.grad
         if grad is None:
             return
-        ddp = None if self._ddp is None else self._ddp()
+        ddp = self.ddp
         if ddp is not None and ddp.require_backward_grad_sync:
             edp = self.edp_group(ddp.process_group)
             if edp is not None:

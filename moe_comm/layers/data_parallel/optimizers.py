@@ -6,6 +6,7 @@ optimizer with such parameters also makes its state dict refuse to be saved as i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -36,30 +37,33 @@ def watch_steps(param: Tensor, audit: Audit) -> None:
 
 def wrap_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Make each tensor in ``state``, a state dict of ``optimizer``, that is one rank's part an ``ExpertShard``."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for index, param in enumerate(params):
+    for index, param in enumerate(_params(optimizer)):
         mark = mark_of(param)
         if mark is not None and index in state["state"]:
             shards, name = mark
             state["state"][index] = {
                 key: ExpertShard.of(value, shards, name, in_state_dict=True)
-                if isinstance(value, Tensor) and value.shape == param.shape
+                if isinstance(value, Tensor) and value.dim()
                 else value
                 for key, value in state["state"][index].items()
             }
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    audits = []
-    known = hasattr(optimizer, _KNOWN)
+def refuse_saving(optimizer: Optimizer) -> None:
+    """Wrap what ``optimizer.state_dict()`` returns, if the optimizer has expert parameters."""
+    if not hasattr(optimizer, _KNOWN) and any(mark_of(param) is not None for param in _params(optimizer)):
+        optimizer.register_state_dict_post_hook(wrap_optimizer_state)
+        setattr(optimizer, _KNOWN, True)
+
+
+def _params(optimizer: Optimizer) -> Iterator[Tensor]:
     for group in optimizer.param_groups:
-        for param in group["params"]:
-            if not known and mark_of(param) is not None:
-                optimizer.register_state_dict_post_hook(wrap_optimizer_state)
-                setattr(optimizer, _KNOWN, True)
-                known = True
-            if (audit := getattr(param, _AUDIT, None)) is not None:
-                audits.append(audit)
+        yield from group["params"]
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    refuse_saving(optimizer)
+    audits = [audit for param in _params(optimizer) if (audit := getattr(param, _AUDIT, None)) is not None]
     # The layers of a model are reduced in the same way: one is enough.
     for audit in audits[1:]:
         audit.stop()

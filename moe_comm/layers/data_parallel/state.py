@@ -4,6 +4,7 @@ form        value of an expert parameter               for
 "full"      [E, ...], all experts                      torch.save and safetensors; any number of ranks loads it
 "sharded"   this rank's part, as an ``ExpertShard``    torch.distributed.checkpoint
 "local"     this rank's part, as a plain tensor        one file a rank; the same number of ranks loads it
+            (under FSDP2 a ``DTensor``, as all others)
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch.optim import Optimizer
 
 from moe_comm.errors import ConfigError, InputError, UnsupportedModel
 from moe_comm.layers.data_parallel.attach import expert_modules, local_part, tensor_parallel
-from moe_comm.layers.data_parallel.expert_shard import ExpertShard, ExpertShards, is_dtensor, spread_like
+from moe_comm.layers.data_parallel.expert_shard import ExpertShard, ExpertShards, is_dtensor, plain, spread_like
+from moe_comm.layers.data_parallel.optimizers import refuse_saving
 from moe_comm.layers.names import state_key
 
 Form = Literal["full", "sharded", "local"]
@@ -74,9 +76,9 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: bool 
     converted = {}
     for key, value in state.items():
         name, held = own.get(key, (key, value))
-        expected = held.full_shape if isinstance(held, ExpertShard) else held.shape
-        if isinstance(value, Tensor) and value.shape not in (expected, held.shape):
-            raise InputError(f"{key} has shape {tuple(value.shape)}; this model expects {tuple(expected)}")
+        shapes = _shapes(held)
+        if isinstance(value, Tensor) and not isinstance(value, ExpertShard) and tuple(value.shape) not in shapes:
+            raise InputError(f"{key} has shape {tuple(value.shape)}; this model expects {shapes[0]}")
         converted[name] = spread_like(value, held)
     return model.load_state_dict(converted, strict=strict)
 
@@ -89,6 +91,9 @@ def optimizer_state_dict(
     Args:
         model: its parameters are those of ``optimizer``.
         form, rank0_only, cpu: as for ``state_dict``. The full form loads into an optimizer of the unwrapped model, too.
+
+    Raises:
+        UnsupportedModel: "full" and "sharded", and the state of experts has other shapes than they, as Adafactor's.
     """
     _check(form)
     inner = _inner(optimizer)
@@ -99,9 +104,7 @@ def optimizer_state_dict(
         values = result["state"].get(index, {})
         if id(param) in expert:
             values = {
-                key: ExpertShard.of(value, *expert[id(param)], in_state_dict=True)
-                if _like_param(value, param)
-                else value
+                key: _expert_state(key, value, param, *expert[id(param)], form)
                 for key, value in (values or _empty_state(result["state"], param)).items()
             }
         if values:
@@ -134,6 +137,14 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state: Map
             values[key] = spread_like(value, param)
         converted[index] = values
     inner.load_state_dict({**state, "state": converted})
+    refuse_saving(inner)
+
+
+def _shapes(held: Any) -> list[tuple[int, ...]]:
+    """Shapes that load into ``held``, a value of the model's state dict; the whole one first."""
+    if isinstance(held, ExpertShard):
+        return [tuple(held.full_shape), held.shards.local_shape(held.name_in_module)]
+    return [tuple(held.shape)]
 
 
 def _check(form: str) -> None:
@@ -175,14 +186,33 @@ def _in_form(value: Any, form: Form, rank0_only: bool, cpu: bool) -> Any:
     if isinstance(value, ExpertShard):
         if form == "full":
             return value.full(rank0_only=rank0_only, cpu=cpu)
-        return value if form == "sharded" else value.local()
+        if form == "sharded":
+            return value
+        return value.local() if value.dtensor is None else value.dtensor
     if form == "full" and is_dtensor(value):
         value = value.full_tensor()
     return value.cpu() if cpu and form == "full" and isinstance(value, Tensor) else value
 
 
-def _like_param(value: Any, param: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == param.shape and param.dim() > 0
+def _expert_state(key: str, value: Any, param: Tensor, shards: ExpertShards, name: str, form: Form) -> Any:
+    """A value of an optimizer's state for an expert parameter.
+
+    Raises:
+        UnsupportedModel: it has another shape than the parameter, so which ranks hold which of its elements is not
+            known.
+    """
+    if not isinstance(value, Tensor) or not value.dim():
+        return value
+    shard = ExpertShard.of(value, shards, name, in_state_dict=True)
+    held = shard if shard.dtensor is None else shard.dtensor
+    if held.shape == param.shape:
+        return shard
+    if form != "local":
+        raise UnsupportedModel(
+            f"the optimizer's {key} of {name} has shape {tuple(held.shape)}, the parameter {tuple(param.shape)}: such "
+            'state cannot be put together from the parts of ranks. Save one file a rank, with form="local"'
+        )
+    return plain(shard)
 
 
 def _empty_state(states: Mapping[int, Any], param: Tensor) -> dict[str, Any]:

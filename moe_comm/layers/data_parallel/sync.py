@@ -42,7 +42,8 @@ def sync_gradients(model: nn.Module, group: ProcessGroup | None = None, *, reduc
     group = _group(group)
     if group is None or dist.get_world_size(group) == 1:
         return
-    if isinstance(model, nn.parallel.DistributedDataParallel):
+    wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
+    if wrapped or any(gradients.ddp is not None for _, _, gradients in expert_modules(model)):
         raise ConfigError("DistributedDataParallel reduces gradients during backward; do not call sync_gradients too")
     if sharded := next((name for name, param in model.named_parameters() if is_dtensor(param)), None):
         raise ConfigError(f"FSDP reduces gradients during backward ({sharded}); do not call sync_gradients as well")
@@ -118,7 +119,7 @@ def clip_grad_norm_(
 
 
 def prepare_ddp(model: Any, *, grad_reduction: Reduction | None = None) -> Any:
-    """Make ``DistributedDataParallel(model)`` leave the experts to their ranks.
+    """Make ``DistributedDataParallel(model)`` leave the experts, and the counters of routers, to their ranks.
 
         model = DistributedDataParallel(moe_comm.prepare_ddp(model))
 
@@ -132,13 +133,19 @@ def prepare_ddp(model: Any, *, grad_reduction: Reduction | None = None) -> Any:
     Returns:
         ``model``.
     """
-    names = expert_parameters(model)
+    names = [*expert_parameters(model), *_counters(model)]
     if names:
         before = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
         model._ddp_params_and_buffers_to_ignore = [*before, *(name for name in names if name not in before)]
     for _, _, gradients in expert_modules(model):
         gradients.declared = grad_reduction
     return model
+
+
+def _counters(model: nn.Module) -> Iterator[str]:
+    """Buffers that count this rank's tokens; DDP would overwrite them by those of rank 0 at each forward pass."""
+    for name, module in model.named_modules():
+        yield from (f"{name}.{key}".lstrip(".") for key in getattr(module, "counters", ()))
 
 
 def prepare_fsdp(
@@ -233,7 +240,10 @@ Groups = tuple[ProcessGroup, ...]
 
 
 def _families(model: nn.Module) -> dict[Groups, list[nn.Parameter]]:
-    """Parameters by the groups over which their norm is summed: those whose ranks hold different elements of them."""
+    """Parameters by the groups over which their norm is summed: those whose ranks hold different elements of them.
+
+    Experts count even where they are not trained, as on ranks without any: the norm is collective.
+    """
     cut: dict[int, Groups] = {}
     for _, module, gradients in expert_modules(model):
         cut |= {id(getattr(module, name)): (gradients.shards.group,) for name in gradients.shards.shardings}

@@ -1,0 +1,136 @@
+"""Training on ranks gives the parameters of one process: every loop, model, optimizer, clipping and accumulation."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import cycle, product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import moe_comm
+from moe_comm.layers.load import take_loads
+from tests.pool import RankPool
+from tests.training_loops.loops import OPTIMIZERS, Case, References, alone, loss_at, run_cases
+from tests.training_loops.models import KINDS, ep_group
+
+LOOPS = ("own sum", "own mean", "ddp", "fsdp")
+MODELS = (
+    "qwen3",
+    "mixtral, 5 experts",
+    "gpt, 5 experts",
+    "gpt, 3 experts",
+    "gpt, etp 2",
+    "gpt, shared expert, frozen router",
+    "gpt, idle expert",
+)
+CLIPS = ("no clip", "torch clip", "our clip")
+
+reference = cache(alone)
+
+
+def check(pool: RankPool, cases: list[Case], timeout: float = 200) -> None:
+    references: References = {case.reference: reference(*case.reference) for case in cases}
+    wrong = {line for lines in pool.run(run_cases, (cases, references), timeout=timeout) for line in lines}
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+def every_case(kind: str, ep: int) -> list[Case]:
+    """All combinations; torch's clipping refuses FSDP2, see test_clipping.py."""
+    found = product(LOOPS, OPTIMIZERS, CLIPS, (1, 2))
+    return [
+        Case(kind, loop, ep, optimizer, clip, accumulate)
+        for loop, optimizer, clip, accumulate in found
+        if (loop, clip) != ("fsdp", "torch clip")
+    ]
+
+
+def some_cases(kind: str, ep: int) -> list[Case]:
+    """Each loop once, with settings in turns."""
+    settings = cycle(product(OPTIMIZERS, CLIPS, (1, 2)))
+    for _ in range(5 * MODELS.index(kind) + ep):
+        next(settings)
+    found = []
+    for loop in LOOPS:
+        optimizer, clip, accumulate = next(settings)
+        if (loop, clip) == ("fsdp", "torch clip"):
+            clip = "our clip"
+        found.append(Case(kind, loop, ep, optimizer, clip, accumulate))
+    return found
+
+
+def sizes(world: int) -> list[int]:
+    """Sizes of expert-parallel groups."""
+    return [ep for ep in (world, world // 2) if ep > 1]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_two_ranks_train_as_one_process(kind: str, pool2: RankPool) -> None:
+    check(pool2, some_cases(kind, 2))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_four_ranks_train_as_one_process(kind: str, pool4: RankPool) -> None:
+    check(pool4, [case for ep in sizes(4) for case in some_cases(kind, ep)])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_combination_on_two_ranks(kind: str, pool2: RankPool) -> None:
+    check(pool2, every_case(kind, 2), timeout=800)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ep", [2, 4])
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_combination_on_four_ranks(kind: str, ep: int, pool4: RankPool) -> None:
+    check(pool4, every_case(kind, ep), timeout=800)
+
+
+OPTIONS = [
+    Case("gpt, 5 experts", "ddp", 2, accumulate=2, no_sync=True),
+    Case("gpt, 5 experts", "ddp", 2, accumulate=2, zero=False),
+    Case("gpt, 5 experts", "own mean", 2, "adamw", accumulate=2, zero=False),
+    Case("gpt, 5 experts", "ddp", 2, "adamw", ddp={"gradient_as_bucket_view": True}, zero=False),
+    Case("gpt, 5 experts", "ddp", 2, accumulate=2, ddp={"static_graph": True}),
+    Case("gpt, 5 experts", "ddp", 2, accumulate=2, no_sync=True, ddp={"find_unused_parameters": True}),
+    Case("gpt, 5 experts", "ddp", 2, hook="fp16_compress_hook", tolerance=2e-3),
+    Case("gpt, 5 experts", "ddp", 2, hook="allreduce_hook"),
+    Case("wrapped qwen3", "ddp", 2, accumulate=2),
+    Case("wrapped qwen3", "own sum", 2),
+    Case("gpt, checkpointing", "ddp", 2, ddp={"static_graph": True}),
+    *(Case("gpt, balance loss", loop, 2) for loop in LOOPS),
+    *(Case(kind, loop, 2) for kind in KINDS if "checkpointing" in kind for loop in LOOPS),
+]
+
+
+def test_options_of_ddp_and_activation_checkpointing_on_two_ranks(pool2: RankPool) -> None:
+    check(pool2, OPTIONS)
+
+
+def test_options_of_ddp_and_activation_checkpointing_with_two_groups_of_two(pool4: RankPool) -> None:
+    check(pool4, OPTIONS)
+
+
+def count_loads(rank: int, world: int, _: None) -> dict[str, Tensor]:
+    """Loads of two forward passes under DDP, which writes rank 0's buffers over those of the other ranks."""
+    model = KINDS["gpt, idle expert"].on(ep_group(world))
+    ddp = DistributedDataParallel(moe_comm.prepare_ddp(model))
+    for step in range(2):
+        loss_at(ddp, step, rank, world)
+    return {name: load.load_E for name, load in take_loads(model, dist.group.WORLD).items()}
+
+
+def test_routers_count_the_tokens_of_all_ranks_under_ddp(pool2: RankPool) -> None:
+    model = KINDS["gpt, idle expert"].on(None)
+    for step in range(2):
+        loss_at(model, step)
+    expected = {name: load.load_E for name, load in take_loads(model, None).items()}
+    for loads in pool2.run(count_loads, timeout=60):
+        assert loads.keys() == expected.keys()
+        assert all(torch.equal(load, expected[name]) for name, load in loads.items()), (loads, expected)

@@ -1,0 +1,33 @@
+"""The example of docs/own_loop.md trains on two ranks and goes on on one."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def losses(launcher: list[str], folder: Path) -> dict[int, float]:
+    done = subprocess.run(
+        [sys.executable, *launcher, "examples/own_loop.py", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "saved step" in done.stdout
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", done.stdout)}
+
+
+def test_the_loss_falls_on_two_ranks_and_goes_on_falling_on_one(tmp_path: Path) -> None:
+    first, resumed = losses(TORCHRUN, tmp_path), losses([], tmp_path)
+    assert first[19] < first[0] - 1
+    assert abs(resumed[20] - first[19]) < 0.5
+    assert max(resumed.values()) < first[0] - 1

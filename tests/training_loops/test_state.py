@@ -1,0 +1,323 @@
+"""State dicts of models and optimizers: refused where they would lose experts, whole and exact where asked for."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import moe_comm
+from tests.pool import RankPool
+from tests.training_loops.loops import OPTIMIZERS, Case, error_of, loss_at, wrap
+from tests.training_loops.models import KINDS, ep_group
+
+
+def started(case: Case, rank: int, world: int, steps: int = 0) -> tuple[Any, Any, list[float]]:
+    """Model and optimizer after some steps, and the losses of the whole batch. Collective."""
+    model = wrap(KINDS[case.kind].on(ep_group(case.ep)), case)
+    optimizer = OPTIMIZERS[case.optimizer](model.parameters())
+    return model, optimizer, go_on(model, optimizer, case, range(steps), rank, world)
+
+
+def go_on(model: Any, optimizer: Any, case: Case, steps: range, rank: int = 0, world: int = 1) -> list[float]:
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_at(model, step, rank, world, mean=case.loop != "own sum")
+        loss.backward()
+        if case.loop == "own sum":
+            moe_comm.sync_gradients(model)
+        optimizer.step()
+        everywhere: list[Any] = [float(loss.detach())]
+        if world > 1:
+            everywhere = [None] * world
+            dist.all_gather_object(everywhere, float(loss.detach()))
+        losses.append(sum(everywhere) / (1 if case.loop == "own sum" else world))
+    return losses
+
+
+def same(got: Any, want: Any, where: str = "") -> list[str]:
+    """Where two nested state dicts differ in a bit."""
+    if isinstance(want, Mapping):
+        if got.keys() != want.keys():
+            return [f"{where}: keys {got.keys() ^ want.keys()}"]
+        return [line for key in want for line in same(got[key], want[key], f"{where}/{key}")]
+    if isinstance(want, Tensor):
+        return [] if torch.equal(got, want) else [f"{where}: {tuple(got.shape)} differs from {tuple(want.shape)}"]
+    return [] if got == want else [f"{where}: {got} instead of {want}"]
+
+
+def whole(model: Any, optimizer: Any) -> dict[str, Any]:
+    """Copies of the full state dicts. Collective."""
+    state = {"model": moe_comm.state_dict(model), "optimizer": moe_comm.optimizer_state_dict(model, optimizer)["state"]}
+    return copy.deepcopy(state)
+
+
+def save_directly(rank: int, world: int, arg: tuple[str, str]) -> list[str]:
+    """What each way of saving says, by model, optimizer and way."""
+    kind, folder = arg
+    model, optimizer, _ = started(Case(kind, "own sum", world, "adamw"), rank, world, steps=1)
+    file = f"{folder}/{rank}.safetensors"
+    messages = []
+    for state in (model.state_dict(), optimizer.state_dict()):
+        messages += [
+            error_of(lambda state=state: torch.save(state, io.BytesIO())),  # type: ignore[misc]
+            error_of(lambda state=state: pickle.dumps(state)),  # type: ignore[misc]
+            error_of(lambda state=state: torch.save({"ema": decayed(state)}, io.BytesIO())),  # type: ignore[misc]
+        ]
+    messages.append(error_of(lambda: save_file(dict(model.state_dict()), file)))
+    fresh = OPTIMIZERS["adamw"](model.parameters())
+    moe_comm.load_optimizer_state_dict(model, fresh, moe_comm.optimizer_state_dict(model, optimizer, form="local"))
+    messages.append(error_of(lambda: torch.save(fresh.state_dict(), io.BytesIO())))
+    return messages
+
+
+def decayed(state: Any) -> Any:
+    """An average that is computed out of place."""
+    if isinstance(state, Mapping):
+        return {key: decayed(value) for key, value in state.items()}
+    return 0.9 * state + 0.1 * state.clone() if isinstance(state, Tensor) else state
+
+
+@pytest.mark.parametrize("kind", ["gpt, 5 experts", "qwen3"])
+def test_saving_one_ranks_experts_raises_on_every_rank(kind: str, tmp_path: Path, pool2: RankPool) -> None:
+    for messages in pool2.run(save_directly, (kind, str(tmp_path)), timeout=60):
+        for way, message in enumerate(messages):
+            assert message.startswith("ConfigError") and "moe_comm.state_dict(model)" in message, (way, message)
+    assert not list(tmp_path.iterdir())
+
+
+def test_saving_raises_on_ranks_without_experts_too(tmp_path: Path, pool4: RankPool) -> None:
+    for messages in pool4.run(save_directly, ("gpt, 3 experts", str(tmp_path)), timeout=60):
+        assert all(message.startswith("ConfigError") for message in messages), messages
+
+
+def round_trips(rank: int, world: int, cases: list[Case]) -> list[str]:
+    """Each form of the state loaded into a model with other weights."""
+    wrong = []
+    for case in cases:
+        model, optimizer, _ = started(case, rank, world, steps=2)
+        want = whole(model, optimizer)
+        for form in ("full", "sharded", "local"):
+            other, fresh, _ = started(case, rank, world, steps=1)
+            model_state: Any = moe_comm.state_dict(model, form=form)  # type: ignore[arg-type]
+            optimizer_state = moe_comm.optimizer_state_dict(model, optimizer, form=form)  # type: ignore[arg-type]
+            moe_comm.load_state_dict(other, copy.deepcopy(model_state))
+            moe_comm.load_optimizer_state_dict(other, fresh, copy.deepcopy(optimizer_state))
+            wrong += same(whole(other, fresh), want, f"{case}, {form}")
+            if form == "local" and case.loop != "fsdp":
+                torch.save([model_state, optimizer_state], io.BytesIO())
+        first = moe_comm.state_dict(model, rank0_only=True, cpu=True)
+        wrong += same(first, want["model"] if rank % case.ep == 0 else {}, f"{case}, rank 0 only")
+    return wrong
+
+
+TRIPS = ("gpt, 5 experts", "gpt, 3 experts", "gpt, etp 2", "mixtral, 5 experts")
+
+
+@pytest.mark.parametrize("kind", TRIPS)
+def test_every_form_of_the_state_loads_bit_for_bit(kind: str, pool4: RankPool) -> None:
+    cases = [Case(kind, loop, ep, "adamw") for loop, ep in (("ddp", 4), ("fsdp", 4), ("fsdp", 2))]
+    wrong = [line for lines in pool4.run(round_trips, cases, timeout=120) for line in lines]
+    assert not wrong, "\n".join(wrong)
+
+
+def save_and_go_on(rank: int, world: int, arg: tuple[Case, str]) -> list[float]:
+    """Losses of steps 2 to 4 after a save at step 2."""
+    case, file = arg
+    model, optimizer, _ = started(case, rank, world, steps=2)
+    state = {
+        "model": moe_comm.state_dict(model, rank0_only=True),
+        "optimizer": moe_comm.optimizer_state_dict(model, optimizer, rank0_only=True),
+    }
+    if rank == 0:
+        torch.save(state, file)
+    return go_on(model, optimizer, case, range(2, 5), rank, world)
+
+
+def resume(rank: int, world: int, arg: tuple[Case, str]) -> list[float]:
+    case, file = arg
+    state = torch.load(file)
+    model, optimizer, _ = started(case, rank, world)
+    moe_comm.load_state_dict(model, state["model"])
+    moe_comm.load_optimizer_state_dict(model, optimizer, state["optimizer"])
+    return go_on(model, optimizer, case, range(2, 5), rank, world)
+
+
+@pytest.mark.parametrize("loop", ["own sum", "ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["gpt, 5 experts", "mixtral, 5 experts"])
+def test_a_run_goes_on_from_rank_0s_file_on_any_number_of_ranks(
+    kind: str, loop: str, tmp_path: Path, pool2: RankPool, pool4: RankPool
+) -> None:
+    pools = {2: pool2, 4: pool4}
+    for ranks, others in ((2, (2, 4)), (4, (2,))):
+        file = str(tmp_path / f"{ranks}.pt")
+        case = Case(kind, loop, 2, "adamw")
+        expected = pools[ranks].run(save_and_go_on, (case, file), timeout=120)[0]
+        for other in others:
+            losses = pools[other].run(resume, (case, file), timeout=120)[0]
+            if other == ranks:
+                assert losses == expected
+            assert losses == pytest.approx(expected, rel=1e-5), f"{ranks} to {other} ranks"
+        assert resume(0, 1, (Case(kind, "own sum", 1, "adamw"), file)) == pytest.approx(expected, rel=1e-5)
+
+
+def save_distributed(rank: int, world: int, arg: tuple[Case, str, str]) -> Any:
+    """Save in one of torch's ways; returns the full state."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    case, folder, how = arg
+    model, optimizer, _ = started(case, rank, world, steps=2)
+    want = whole(model, optimizer)
+    if how == "get_state_dict":
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        state = {"model": model_state, "optimizer": optimizer_state}
+    else:
+        state = {"model": moe_comm.state_dict(model, form="sharded")}
+    dcp.save(state, checkpoint_id=folder)
+    return want
+
+
+def load_distributed(rank: int, world: int, arg: tuple[Case, str, str, Any]) -> list[str]:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    case, folder, how, want = arg
+    model, optimizer, _ = started(case, rank, world, steps=1 if how == "get_state_dict" else 0)
+    if how == "get_state_dict":
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+        dcp.load(state, checkpoint_id=folder)
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        return same(whole(model, optimizer), want, str(case))
+    state = {"model": moe_comm.state_dict(model, form="sharded")}
+    dcp.load(state, checkpoint_id=folder)
+    moe_comm.load_state_dict(model, state["model"])
+    return same(moe_comm.state_dict(model), want["model"], str(case))
+
+
+@pytest.mark.parametrize("how", ["state_dict", "get_state_dict"])
+@pytest.mark.parametrize(
+    ("kind", "loop"), [("gpt, 5 experts", "ddp"), ("gpt, 3 experts", "own sum"), ("qwen3", "fsdp")]
+)
+def test_distributed_checkpoint_saves_all_experts_and_other_numbers_of_ranks_load_them(
+    kind: str, loop: str, how: str, tmp_path: Path, pool2: RankPool, pool4: RankPool
+) -> None:
+    for source, target in ((pool2, pool4), (pool4, pool2)):
+        folder = str(tmp_path / str(source.world))
+        want = source.run(save_distributed, (Case(kind, loop, source.world, "adamw"), folder, how), timeout=120)[0]
+        for ep in {2, target.world}:
+            arg = (Case(kind, loop, ep, "adamw"), folder, how, want)
+            wrong = [line for lines in target.run(load_distributed, arg, timeout=120) for line in lines]
+            assert not wrong, "\n".join(wrong)
+
+
+def save_in_background(rank: int, world: int, folder: str) -> str:
+    import torch.distributed.checkpoint as dcp
+
+    model = KINDS["gpt, 5 experts"].on(ep_group(world))
+    state = {"model": moe_comm.state_dict(model, form="sharded")}
+    return error_of(lambda: dcp.async_save(state, checkpoint_id=folder))
+
+
+def test_saving_by_async_save_raises_on_every_rank(tmp_path: Path, pool2: RankPool) -> None:
+    for message in pool2.run(save_in_background, str(tmp_path / "saved"), timeout=60):
+        assert message.startswith("ConfigError") and "not async_save" in message, message
+
+
+def copies(rank: int, world: int, _: None) -> list[str]:
+    """Copies of models and of state dicts, and averages of them."""
+    case = Case("gpt, 5 experts", "ddp", world, "adamw")
+    ddp, optimizer, _losses = started(case, rank, world, steps=2)
+    model = ddp.module
+    want = copy.deepcopy(moe_comm.state_dict(model))
+    wrong = same(moe_comm.state_dict(copy.deepcopy(model)), want, "deepcopy of the model")
+    state = copy.deepcopy(model.state_dict())
+    go_on(ddp, optimizer, case, range(2, 3), rank, world)
+    later = copy.deepcopy(moe_comm.state_dict(model))
+    for name, value in model.state_dict().items():
+        if value.is_floating_point():
+            state[name].lerp_(value, 0.25)
+    average = {k: v.lerp(later[k], 0.25) if v.is_floating_point() else v for k, v in want.items()}
+    model.load_state_dict(state)
+    wrong += same(moe_comm.state_dict(model), average, "average of state dicts")
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    averaged.update_parameters(model)
+    wrong += same(moe_comm.state_dict(averaged.module), average, "AveragedModel")
+    message = error_of(lambda: torch.save(averaged.state_dict(), io.BytesIO()))
+    if not message.startswith("ConfigError"):
+        wrong.append(f"AveragedModel: saved with {message!r}")
+    # A copy trains by itself.
+    twin = copy.deepcopy(model)
+    go_on(twin, OPTIMIZERS["sgd"](twin.parameters()), Case("", "own sum", world), range(1), rank, world)
+    return wrong + same(moe_comm.state_dict(model), average, "the model after its copy was trained")
+
+
+def test_copies_and_averages_hold_what_all_ranks_hold(pool2: RankPool) -> None:
+    wrong = [line for lines in pool2.run(copies, timeout=60) for line in lines]
+    assert not wrong, "\n".join(wrong)
+
+
+def bad_loads(rank: int, world: int, _: None) -> dict[str, str]:
+    model, optimizer, _losses = started(Case("gpt, 5 experts", "own sum", world, "adamw"), rank, world, steps=1)
+    key = "blocks.0.moe.experts.w13"
+    full = moe_comm.state_dict(model)
+    other = KINDS["gpt, 3 experts"].on(ep_group(world))
+    swapped: list[Any] = [None] * world
+    dist.all_gather_object(swapped, moe_comm.state_dict(model, form="local")[key])
+    theirs = model.state_dict()
+    theirs[key] = type(theirs[key]).of(swapped[1 - rank], of_rank(theirs[key].shards, 1 - rank), "w13")
+    whole_optimizer = moe_comm.optimizer_state_dict(model, optimizer)
+    cut = copy.deepcopy(whole_optimizer)
+    for values in cut["state"].values():
+        values["exp_avg"] = values["exp_avg"][:1]
+    adafactor = torch.optim.Adafactor(model.parameters())
+    loss_at(model, 0, rank, world).backward()
+    moe_comm.sync_gradients(model)
+    adafactor.step()
+    return {
+        "experts of another number": error_of(lambda: moe_comm.load_state_dict(other, full)),
+        "wrong width": error_of(lambda: moe_comm.load_state_dict(model, {**full, key: full[key][..., :-1]})),
+        "wrong embedding": error_of(
+            lambda: moe_comm.load_state_dict(model, {**full, "embed.weight": full["embed.weight"][1:]})
+        ),
+        "another rank's": error_of(lambda: moe_comm.load_state_dict(model, theirs)),
+        "another rank's, by torch": error_of(lambda: model.load_state_dict(theirs)),
+        "optimizer": error_of(lambda: moe_comm.load_optimizer_state_dict(model, optimizer, cut)),
+        "factored": error_of(lambda: moe_comm.optimizer_state_dict(model, adafactor)),
+        "factored, saved": error_of(lambda: torch.save(adafactor.state_dict(), io.BytesIO())),
+    }
+
+
+def of_rank(shards: Any, rank: int) -> Any:
+    """``shards`` as another rank has them."""
+    return type(shards)(shards.group, shards.shardings, shards.place_of(rank), shards.sizes)
+
+
+BAD_LOADS = {
+    "experts of another number": "InputError",
+    "wrong width": "InputError",
+    "wrong embedding": "InputError",
+    "another rank's": "InputError",
+    "another rank's, by torch": "InputError",
+    "optimizer": "InputError",
+    "factored": "UnsupportedModel",
+    "factored, saved": "ConfigError",
+}
+
+
+def test_state_of_other_shapes_and_other_ranks_raises(pool2: RankPool) -> None:
+    for messages in pool2.run(bad_loads, timeout=60):
+        for name, kind in BAD_LOADS.items():
+            assert messages[name].startswith(f"{kind}: "), f"{name}: {messages[name]!r}"

@@ -1,0 +1,344 @@
+"""Loops that would train something else raise before the first step, on every rank; unusual right ones do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import moe_comm
+from moe_comm.layers.data_parallel import expert_parameters
+from tests.pool import RankPool
+from tests.training_loops.loops import difference, error_of, loss_at
+from tests.training_loops.models import ep_group, gpt, gpt_shared_frozen, mixtral, qwen3, wrapped
+
+Step = Callable[[Any], None]
+
+
+def reduce_all(model: nn.Module) -> None:
+    for param in model.parameters():
+        dist.all_reduce(param.grad)
+
+
+def reduce_replicated(model: nn.Module, divide: int = 1) -> None:
+    experts = {id(param) for param in expert_parameters(model).values()}
+    for param in model.parameters():
+        if id(param) not in experts and param.grad is not None:
+            dist.all_reduce(param.grad)
+            param.grad /= divide
+
+
+def scale_by_own_norm(params: Any, p: float = 2.0) -> None:
+    params = list(params)
+    flat = torch.cat([param.grad.flatten() for param in params])  # plain: a norm of ``param.grad`` covers all ranks
+    for param in params:
+        param.grad *= 1e-4 / float(flat.norm(p))
+
+
+def nothing(model: nn.Module) -> None:
+    pass
+
+
+def everything(model: nn.Module) -> None:
+    reduce_all(model)
+
+
+def mean_and_sum(model: nn.Module) -> None:
+    reduce_replicated(model, dist.get_world_size())
+
+
+def own_norm(model: nn.Module) -> None:
+    moe_comm.sync_gradients(model)
+    scale_by_own_norm(model.parameters())
+
+
+def own_norm_of_experts(model: nn.Module) -> None:
+    moe_comm.sync_gradients(model)
+    scale_by_own_norm(expert_parameters(model).values(), torch.inf)
+
+
+WRONG: dict[str, tuple[Step, str]] = {
+    "no reduction": (nothing, "differ between ranks"),
+    "every parameter reduced": (everything, "as if experts were replicated"),
+    "mean for replicated parameters, sum for experts": (mean_and_sum, "but 1 times that of experts"),
+    "clipped by the norm of one rank's gradients": (own_norm, "differ between ranks"),
+    "experts clipped by the norm of one rank's gradients": (own_norm_of_experts, "scaled differently"),
+}
+
+
+def run_wrong(rank: int, world: int, name: str) -> list[tuple[str, float]]:
+    """Of a swapped model and an own one: the error of the first step, and by how much it changed the parameters."""
+    found = []
+    for build in (qwen3, lambda group: gpt(group, experts=4)):
+        torch.manual_seed(1)
+        model = build(ep_group(world))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        loss_at(model, 0, rank, world).backward()
+        WRONG[name][0](model)
+        before = {key: value.clone() for key, value in moe_comm.state_dict(model).items()}
+        message = error_of(optimizer.step)
+        found.append((message, difference(moe_comm.state_dict(model), before)))
+    return found
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_reduction_raises_before_the_first_step(name: str, pool2: RankPool) -> None:
+    for found in pool2.run(run_wrong, name, timeout=60):
+        for message, moved in found:
+            assert message.startswith("GradientMismatch") and WRONG[name][1] in message, message
+            assert moved == 0
+
+
+def by_value(model: nn.Module, optimizer: Any) -> None:
+    moe_comm.sync_gradients(model)
+    torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+
+
+def decayed(model: nn.Module, optimizer: Any) -> None:
+    moe_comm.sync_gradients(model)
+    for param in model.parameters():
+        param.grad += 0.1 * param.detach()
+
+
+def clipped_apart(model: nn.Module, optimizer: Any) -> None:
+    """Experts and the rest by norms of their own."""
+    moe_comm.sync_gradients(model)
+    experts = expert_parameters(model)
+    torch.nn.utils.clip_grad_norm_(list(experts.values()), 0.01)
+    torch.nn.utils.clip_grad_norm_([p for name, p in model.named_parameters() if name not in experts], 0.1)
+
+
+def clipped_by_hand(model: nn.Module, optimizer: Any) -> None:
+    moe_comm.sync_gradients(model)
+    total = torch.stack([param.grad.norm() for param in model.parameters()]).norm()
+    for param in model.parameters():
+        param.grad *= min(1.0, 0.01 / float(total))
+
+
+def reduced_by_hand(model: nn.Module, optimizer: Any) -> None:
+    reduce_replicated(model)
+
+
+def as_it_is(model: nn.Module, optimizer: Any) -> None:
+    moe_comm.sync_gradients(model)
+
+
+RIGHT: dict[str, Callable[[nn.Module, Any], None]] = {
+    "clipping by value": by_value,
+    "weight decay in the gradient": decayed,
+    "experts clipped apart": clipped_apart,
+    "clipped by a norm taken by hand": clipped_by_hand,
+    "replicated parameters reduced by hand": reduced_by_hand,
+}
+
+
+def run_right(rank: int, world: int, _: None) -> list[str]:
+    """Errors of loops that are unusual and right, over 5 steps: checks come before steps 1, 2 and 4."""
+    errors = []
+
+    def note(name: str, call: Callable[[], None]) -> None:
+        if message := error_of(call):
+            errors.append(f"{name}: {message}")
+
+    def train(
+        build: Callable[[Any], nn.Module],
+        change: Callable[[nn.Module, Any], None] = as_it_is,
+        optimizers: Callable[[nn.Module], list[Any]] = lambda model: [torch.optim.SGD(model.parameters(), 0.1)],
+        schedule: bool = False,
+    ) -> None:
+        torch.manual_seed(0)
+        model = build(ep_group(world))
+        steppers = optimizers(model)
+        rates = [torch.optim.lr_scheduler.ExponentialLR(stepper, 0.5) for stepper in steppers] if schedule else []
+        for step in range(5):
+            loss_at(model, step, rank, world).backward()
+            change(model, steppers)
+            for stepper in steppers:  # cleared at once: the next optimizer's check finds these gradients gone
+                stepper.step()
+                stepper.zero_grad()
+            for rate in rates:
+                rate.step()
+
+    def dense_first(model: nn.Module) -> list[Any]:
+        experts = expert_parameters(model)
+        rest = [param for name, param in model.named_parameters() if name not in experts]
+        return [torch.optim.AdamW(rest, 1e-3), torch.optim.SGD(experts.values(), 0.1)]
+
+    for name, change in RIGHT.items():
+        note(name, lambda change=change: train(gpt, change))  # type: ignore[misc]
+    note("schedule", lambda: train(mixtral, schedule=True))
+    note("two optimizers", lambda: train(gpt, optimizers=dense_first))
+    note("two optimizers, experts first", lambda: train(gpt, optimizers=lambda model: dense_first(model)[::-1]))
+    note("frozen router", lambda: train(gpt_shared_frozen))
+    note("accumulation over steps", lambda: accumulate_over_steps(rank, world))
+    note("local SGD", lambda: local_sgd(rank, world))
+    note("unfrozen experts", lambda: unfreeze(rank, world))
+    return errors
+
+
+def accumulate_over_steps(rank: int, world: int) -> None:
+    """Steps after every micro-batch, gradients cleared after every other step."""
+    model = gpt(ep_group(world))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(5):
+        if step % 2 == 0:
+            optimizer.zero_grad()
+        loss_at(model, step, rank, world).backward()
+        kept = {name: p.grad.clone() for name, p in model.named_parameters()}
+        moe_comm.sync_gradients(model)
+        optimizer.step()
+        for name, p in model.named_parameters():
+            p.grad.copy_(kept[name])
+
+
+def local_sgd(rank: int, world: int) -> None:
+    model = gpt(ep_group(world))
+    moe_comm.skip_gradient_checks(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_at(model, step, rank, world).backward()
+        optimizer.step()
+
+
+def unfreeze(rank: int, world: int) -> None:
+    """Experts are trained from the third step on; DDP takes means of theirs, too."""
+    model = gpt(ep_group(world))
+    experts = expert_parameters(model).values()
+    wrapped = DistributedDataParallel(moe_comm.prepare_ddp(model))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(5):
+        for param in experts:
+            param.requires_grad_(step >= 2)
+        optimizer.zero_grad()
+        loss_at(wrapped, step, rank, world, mean=True).backward()
+        optimizer.step()
+
+
+def test_unusual_right_loops_do_not_raise(pool2: RankPool) -> None:
+    for errors in pool2.run(run_right, timeout=120):
+        assert not errors, "\n".join(errors)
+
+
+def some_hook(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations with types
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+
+
+def even(group: Any) -> nn.Module:
+    """Uneven ones end in a collective of torch before the first forward pass."""
+    return gpt(group, experts=4)
+
+
+def ddp_of_own(rank: int, world: int) -> None:
+    model = DistributedDataParallel(even(ep_group(world)))
+    with torch.no_grad():
+        loss_at(model, 0, rank, world)
+
+
+def ddp_of_wrapped(rank: int, world: int) -> None:
+    model = wrapped(ep_group(world))
+    del model._ddp_params_and_buffers_to_ignore
+    loss_at(DistributedDataParallel(model), 0, rank, world)
+
+
+def ddp_with_hook(rank: int, world: int, declared: Any = None) -> None:
+    model = moe_comm.prepare_ddp(even(ep_group(world)), grad_reduction=declared)
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(None, some_hook)
+    loss_at(ddp, 0, rank, world).backward()
+    torch.optim.SGD(ddp.parameters(), 0.1).step()
+
+
+def ddp_with_declared_hook(rank: int, world: int) -> None:
+    ddp_with_hook(rank, world, "sum")
+
+
+def fsdp_alone(rank: int, world: int) -> None:
+    model = even(ep_group(world))
+    fully_shard(model)
+    with torch.no_grad():
+        loss_at(model, 0, rank, world)
+
+
+def fsdp_of_blocks(rank: int, world: int) -> None:
+    model = qwen3(ep_group(world))
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        fully_shard(layer)
+    loss_at(fully_shard(model), 0, rank, world)
+
+
+def fsdp_ignoring_experts(rank: int, world: int) -> None:
+    model = even(ep_group(world))
+    fully_shard(model, ignored_params=set(expert_parameters(model).values()))
+    loss_at(model, 0, rank, world)
+
+
+def fsdp_after_a_forward(rank: int, world: int) -> None:
+    model = even(ep_group(world))
+    loss_at(model, 0, rank, world)
+    fully_shard(model)
+    loss_at(model, 0, rank, world)
+
+
+def fsdp_ignoring_experts_after_a_forward(rank: int, world: int) -> None:
+    model = even(ep_group(world))
+    loss_at(model, 0, rank, world)
+    fully_shard(model, ignored_params=set(expert_parameters(model).values()))
+    loss_at(model, 0, rank, world)
+
+
+def sync_under_ddp(rank: int, world: int) -> None:
+    model = DistributedDataParallel(moe_comm.prepare_ddp(even(ep_group(world))))
+    loss_at(model, 0, rank, world).backward()
+    moe_comm.sync_gradients(model)
+
+
+def sync_inside_ddp(rank: int, world: int) -> None:
+    model = DistributedDataParallel(moe_comm.prepare_ddp(even(ep_group(world))))
+    loss_at(model, 0, rank, world).backward()
+    moe_comm.sync_gradients(model.module)
+
+
+def sync_under_fsdp(rank: int, world: int) -> None:
+    model = moe_comm.prepare_fsdp(even(ep_group(world)))
+    fully_shard(model)
+    loss_at(model, 0, rank, world).backward()
+    moe_comm.sync_gradients(model)
+
+
+WRAPPED: dict[Callable[[int, int], None], str] = {
+    ddp_of_own: "model = DistributedDataParallel(moe_comm.prepare_ddp(model))",
+    ddp_of_wrapped: "model = DistributedDataParallel(moe_comm.prepare_ddp(model))",
+    ddp_with_hook: 'moe_comm.prepare_ddp(model, grad_reduction="sum")',
+    ddp_with_declared_hook: "",
+    fsdp_alone: "moe_comm.prepare_fsdp(model)",
+    fsdp_of_blocks: "moe_comm.prepare_fsdp(model)",
+    fsdp_ignoring_experts: "moe_comm.prepare_fsdp(model)",
+    fsdp_after_a_forward: "moe_comm.prepare_fsdp(model)",
+    fsdp_ignoring_experts_after_a_forward: "moe_comm.prepare_fsdp(model)",
+    sync_under_ddp: "DistributedDataParallel reduces gradients during backward",
+    sync_inside_ddp: "DistributedDataParallel reduces gradients during backward",
+    sync_under_fsdp: "FSDP reduces gradients during backward",
+}
+
+
+def run_wrapped(rank: int, world: int, number: int) -> str:
+    torch.manual_seed(0)
+    call = list(WRAPPED)[number]
+    return error_of(lambda: call(rank, world))
+
+
+@pytest.mark.parametrize("number", range(len(WRAPPED)), ids=[call.__name__ for call in WRAPPED])
+def test_a_wrapper_that_would_mix_experts_raises_and_names_the_line(number: int, pool2: RankPool) -> None:
+    expected = list(WRAPPED.values())[number]
+    for message in pool2.run(run_wrapped, number, timeout=60):
+        if expected:
+            assert message.startswith("ConfigError") and expected in message, message
+        else:
+            assert not message
