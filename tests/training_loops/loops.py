@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import moe_comm
+from tests.pool import RankPool
 from tests.training_loops.models import KINDS, VOCAB, ep_group
 
 STEPS, SEQUENCES, LENGTH = 5, 8, 9
@@ -98,6 +100,7 @@ def loss_at(model: nn.Module, step: int, rank: int = 0, world: int = 1, mean: bo
     return loss * world if mean else loss
 
 
+@cache
 def alone(kind: str, optimizer: str, clip: str, steps: int = STEPS) -> tuple[dict[str, Tensor], list[float]]:
     """Parameters after training on one process, and the norms of its gradients."""
     model = KINDS[kind].on(None)
@@ -181,6 +184,13 @@ def run_cases(rank: int, world: int, arg: tuple[list[Case], References]) -> list
         if any(other != norms for other in everywhere):
             wrong.append(f"{case}: norms differ between ranks: {everywhere}")
     return wrong
+
+
+def check(pool: RankPool, cases: list[Case], timeout: float = 200) -> None:
+    """Train each case on the ranks of ``pool``; all that is wrong is one failure."""
+    references: References = {case.reference: alone(*case.reference) for case in cases}
+    wrong = {line for lines in pool.run(run_cases, (cases, references), timeout=timeout) for line in lines}
+    assert not wrong, "\n".join(sorted(wrong))
 
 
 def error_of(call: Callable[[], Any], kinds: type[Exception] | tuple[type[Exception], ...] = Exception) -> str:

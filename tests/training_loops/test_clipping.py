@@ -7,9 +7,8 @@ import torch
 import moe_comm
 from moe_comm.errors import NonFiniteLoss
 from tests.pool import RankPool
-from tests.training_loops.loops import CLIPS, MAX_NORM, Case, difference, error_of, loss_at, wrap
+from tests.training_loops.loops import CLIPS, MAX_NORM, Case, check, difference, error_of, loss_at, wrap
 from tests.training_loops.models import KINDS, ep_group
-from tests.training_loops.test_matrix import check
 
 CLIPPED = [
     Case(kind, loop, 2, clip=clip)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from itertools import cycle, product
 
 import pytest
@@ -14,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import moe_comm
 from moe_comm.layers.load import take_loads
 from tests.pool import RankPool
-from tests.training_loops.loops import OPTIMIZERS, Case, References, alone, loss_at, run_cases
+from tests.training_loops.loops import OPTIMIZERS, Case, check, loss_at
 from tests.training_loops.models import KINDS, ep_group
 
 LOOPS = ("own sum", "own mean", "ddp", "fsdp")
@@ -28,14 +27,6 @@ MODELS = (
     "gpt, idle expert",
 )
 CLIPS = ("no clip", "torch clip", "our clip")
-
-reference = cache(alone)
-
-
-def check(pool: RankPool, cases: list[Case], timeout: float = 200) -> None:
-    references: References = {case.reference: reference(*case.reference) for case in cases}
-    wrong = {line for lines in pool.run(run_cases, (cases, references), timeout=timeout) for line in lines}
-    assert not wrong, "\n".join(sorted(wrong))
 
 
 def every_case(kind: str, ep: int) -> list[Case]:
