@@ -150,7 +150,7 @@ class ExpertShard(Tensor):
     def _like(self, local: Tensor) -> ExpertShard:
         if self.dtensor is not None:
             held = self.dtensor
-            local = DTensor.from_local(
+            local = type(held).from_local(
                 local, held.device_mesh, held.placements, run_check=False, shape=held.shape, stride=held.stride()
             )
         return ExpertShard.of(local, self.shards, self.name_in_module, in_state_dict=self.in_state_dict)
