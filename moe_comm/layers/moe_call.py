@@ -23,6 +23,8 @@ from torch import Tensor
 from moe_comm.dispatch.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.base import Dispatched, Dispatcher, Layout
 from moe_comm.kernels.autocast import compute_dtype
+from moe_comm.layers.collectives import group_size
+from moe_comm.layers.data_parallel.attach import gradients_of
 from moe_comm.layers.grouped_mlp import grouped_mlp
 from moe_comm.layers.losses import attach_loss
 from moe_comm.layers.router import Routing
@@ -122,5 +124,11 @@ class MoECall:
         if self.shared_TD is not None:
             y_TD = y_TD + self.shared_TD
         if routing.aux_loss is not None and routing.aux_loss.requires_grad:
-            y_TD = attach_loss(y_TD, routing.aux_loss, layer.aux_scale)
+            y_TD = attach_loss(y_TD, routing.aux_loss, layer.aux_scale * self._copies_averaged())
         return y_TD.view(self.x.shape)
+
+    def _copies_averaged(self) -> int:
+        """Each rank's gradient has a part of that of an auxiliary loss over all ranks' tokens. Under DDP and FSDP2 the
+        mean of the parts is taken where their sum is needed."""
+        gradients = gradients_of(self.layer.experts)
+        return group_size(self.layer.router.group) if gradients is not None and gradients.averaged else 1

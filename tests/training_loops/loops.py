@@ -137,7 +137,7 @@ def train(case: Case, rank: int, world: int) -> tuple[dict[str, Tensor], list[fl
     """Parameters after training on ranks, all experts, and the norms of the gradients. Collective."""
     model = wrap(KINDS[case.kind].on(ep_group(case.ep)), case)
     for module in model.modules():
-        if isinstance(module, moe_comm.MoELayer) and case.loop != "own sum":
+        if isinstance(module, moe_comm.MoELayer) and case.loop == "own mean":
             module.aux_scale = float(world)
     optimizer, clipping, norms = OPTIMIZERS[case.optimizer](model.parameters()), CLIPS[case.clip], []
     for step in range(STEPS):

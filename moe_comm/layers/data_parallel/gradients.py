@@ -82,6 +82,11 @@ class ExpertGradients:
         return copied
 
     @property
+    def averaged(self) -> bool:
+        """Whether a wrapper takes means of gradients over ranks."""
+        return self.declared != "sum" and (self.prepared_for_fsdp or self.ddp is not None)
+
+    @property
     def ddp(self) -> Any:
         """The ``DistributedDataParallel`` that reduces the other gradients; None if there is none."""
         return None if self._ddp is None else self._ddp()

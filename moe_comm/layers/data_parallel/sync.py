@@ -193,7 +193,7 @@ def prepare_fsdp(
         module.set_force_sum_reduction_for_comms(dist.get_world_size(edp) > 1)
         if hasattr(module, "set_reduce_scatter_unused_params"):
             module.set_reduce_scatter_unused_params(True, recurse=False)
-        gradients.prepared_for_fsdp = True
+        gradients.prepared_for_fsdp, gradients.declared = True, grad_reduction
         for name in gradients.shards.shardings:
             mark_parameter(getattr(module, name), gradients.shards, name)
     return model
