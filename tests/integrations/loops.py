@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,13 +13,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, SequentialSampler
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutput
 
+from moe_comm import MoEConfig, MoELayer, RouterConfig
 from moe_comm.integrations.hugging_face import prepare_accelerator, swap_moe
 from tests.integrations.models import VOCAB, ep_group, load
 
 GLOBAL_BATCH, STEPS, LENGTH = 8, 5, 9
+OWN = "own GPT"
+"""In place of a folder: ``OwnGPT``."""
 LEARNING_RATE = 0.02
 ADAM_EPSILON = 1e-3
 """Large, or rounding of a gradient close to zero would become a step of full size."""
@@ -29,7 +35,7 @@ class Case:
     """One training run.
 
     Attributes:
-        folder: of the saved model.
+        folder: of the saved model, or ``OWN``.
         ep: ranks of one expert-parallel group.
         clip: largest gradient norm; 0 for none.
         accumulate: micro-batches of a step.
@@ -51,6 +57,49 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.wrapper}-ep{self.ep}-{self.optimizer}-clip{self.clip}-accumulate{self.accumulate}"
+
+
+class OwnBlock(nn.Module):
+    def __init__(self, group: Any, layer: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        config = MoEConfig(hidden=16, ffn=24, router=RouterConfig(num_experts=5, top_k=2))
+        self.moe = MoELayer.build(config, group, seed=layer, label=f"blocks.{layer}")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.moe(self.norm(x))
+
+
+class OwnGPT(nn.Module):
+    """A model of the user's own, with uneven experts, that computes its loss as those of transformers do."""
+
+    _no_split_modules = ("OwnBlock",)
+    loss_type = "ForCausalLM"  # by which Trainer knows that labels are shifted
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCAB, 16)
+        self.blocks = nn.ModuleList(OwnBlock(group, layer) for layer in range(2))
+        self.head = nn.Linear(16, VOCAB)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **settings: Any) -> CausalLMOutput:
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        loss = None if labels is None else ForCausalLMLoss(logits, labels, VOCAB, **settings)
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+def whole_model(case: Case) -> Any:
+    """The model on one process."""
+    return OwnGPT(None) if case.folder == OWN else load(case.folder)
+
+
+def spread_model(case: Case) -> Any:
+    """The model with its experts over ``case.ep`` ranks."""
+    return OwnGPT(ep_group(case.ep)) if case.folder == OWN else swap_moe(load(case.folder), ep_group(case.ep))
 
 
 def examples() -> list[dict[str, Tensor]]:
@@ -86,7 +135,7 @@ def make_optimizer(model: Any, name: str) -> torch.optim.Optimizer:
 
 def one_process(case: Case) -> tuple[dict[str, Tensor], list[float]]:
     """Parameters after, and the loss at, each step of one process on the whole global batch; torch only."""
-    model = load(case.folder).train()
+    model = whole_model(case).train()
     optimizer = make_optimizer(model, case.optimizer)
     data, losses = examples(), []
     for step in range(case.stop):
@@ -150,7 +199,7 @@ def make_accelerator(case: Case, **settings: Any) -> Any:
 def with_accelerate(case: Case, world: int, prepare: Any = prepare_accelerator) -> tuple[Any, Any, list[float]]:
     """The loop of accelerate's documentation; returns accelerator, model and the loss at each step of all ranks."""
     accelerator = prepare(make_accelerator(case))
-    model = swap_moe(load(case.folder), ep_group(case.ep)).train()
+    model = spread_model(case).train()
     data = DataLoader(examples(), batch_size=GLOBAL_BATCH // world // case.accumulate, collate_fn=stacked)  # type: ignore[arg-type]
     model, optimizer, data = accelerator.prepare(model, make_optimizer(model, case.optimizer), data)
     start = 0
@@ -193,7 +242,7 @@ def make_trainer(case: Case, world: int, model: Any, kind: Any = None, **setting
     if case.wrapper == "fsdp2":
         settings |= {"fsdp": True, "fsdp_config": {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
     arguments = TrainingArguments(
-        output_dir=case.out or f"{case.folder}/unused",
+        output_dir=case.out or f"{tempfile.gettempdir()}/unused",
         per_device_train_batch_size=GLOBAL_BATCH // world // case.accumulate,
         gradient_accumulation_steps=case.accumulate,
         max_grad_norm=case.clip,
@@ -218,7 +267,7 @@ def make_trainer(case: Case, world: int, model: Any, kind: Any = None, **setting
 def matrix(folders: list[str], world: int) -> list[Case]:
     """Both wrappers and models, over all ranks and over subgroups; every setting at least once, not every product."""
     found = []
-    for folder in folders:
+    for folder in (*folders, OWN):
         for wrapper in ("ddp", "fsdp2"):
             case = Case(folder, wrapper, ep=world)
             found += [case, replace(case, ep=2)] if world > 2 else [case, replace(case, optimizer="sgd")]
@@ -229,7 +278,9 @@ def matrix(folders: list[str], world: int) -> list[Case]:
 
 def product(folders: list[str], world: int) -> list[Case]:
     """Every product of the settings of ``Case``."""
-    choices = itertools.product(folders, ("ddp", "fsdp2"), sorted({2, world}), ("sgd", "adamw"), (0.0, 0.05), (1, 2))
+    choices = itertools.product(
+        (*folders, OWN), ("ddp", "fsdp2"), sorted({2, world}), ("sgd", "adamw"), (0.0, 0.05), (1, 2)
+    )
     return [Case(*choice) for choice in choices]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 import moe_comm
 from moe_comm.integrations.hugging_face import prepare_accelerator, swap_moe
 from tests.integrations.loops import (
+    OWN,
     STEPS,
     Case,
     assert_equals_one_process,
@@ -83,7 +84,7 @@ def test_a_run_resumed_on_another_number_of_ranks_goes_on_as_if_uninterrupted(
     pools: dict[int, RankPool] = {2: pool2, 4: pool4}
     first = [
         Case(folder, wrapper, out=str(tmp_path / f"{i}{wrapper}"), stop=3)
-        for i, folder in enumerate(folders)
+        for i, folder in enumerate((*folders, OWN))
         for wrapper in ("ddp", "fsdp2")
     ]
     pools[before].run(train, first)

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
@@ -80,10 +81,15 @@ class MoETrainerMixin:
             super()._load_best_model()  # type: ignore[misc]
 
     def _load_weights(self: Any, folder: str, model: Any) -> bool:
-        """Load what ``save_pretrained`` wrote; False where ``Trainer`` must do it."""
+        """Load what ``save_model`` wrote; False where ``Trainer`` must do it."""
         ours = is_spread(model) or not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
-        written = any(os.path.isfile(os.path.join(folder, name)) for name in _WEIGHTS)
-        if not (ours and written and isinstance(model, PreTrainedModel)):
+        if not isinstance(model, PreTrainedModel):
+            weights = os.path.join(folder, SAFE_WEIGHTS_NAME)
+            if not (is_spread(model) and os.path.isfile(weights)):
+                return False
+            load_whole(model, load_file(weights))
+            return True
+        if not ours or not any(os.path.isfile(os.path.join(folder, name)) for name in _WEIGHTS):
             return False
         # from_pretrained knows how names and layouts on the hub differ from those of the model.
         kind: Any = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))

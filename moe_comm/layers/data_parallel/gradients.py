@@ -34,6 +34,7 @@ from moe_comm.layers.collectives import gather_values, sum_values
 from moe_comm.layers.data_parallel.audit import Audit
 from moe_comm.layers.data_parallel.expert_shard import ExpertShard, ExpertShards, is_dtensor
 from moe_comm.layers.data_parallel.optimizers import mark_parameter, watch_steps
+from moe_comm.runtime.leaving import at_leave
 
 Reduction = Literal["sum", "mean"]
 _MEANS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
@@ -41,6 +42,7 @@ _MEANS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
 _Same = weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup | None]
 _EDP: weakref.WeakKeyDictionary[ProcessGroup, _Same] = weakref.WeakKeyDictionary()
 """By expert-parallel group: the layers of a model share these groups, as each has threads or a communicator."""
+at_leave(_EDP.clear)
 
 
 class ExpertGradients:
