@@ -93,7 +93,7 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
         ("model.dtype=float16", "model.dtype: input should be 'float32' or 'bfloat16'"),
         ("optimizer.kind=adam", "optimizer.kind: input should be 'adamw', 'sgd', 'lamb' or 'muon'"),
         ("checkpoint.keep=0", "checkpoint.keep: input should be greater than or equal to 1"),
-        ("checkpoint.resume=always", "checkpoint.resume: input should be 'no' or 'auto'"),
+        ("checkpoint.resume=''", "checkpoint.resume: string should have at least 1 character"),
         ("run.nonfinite=ignore", "run.nonfinite: input should be 'stop', 'skip' or 'rerun'"),
         ("run=3", "section.key=value"),
         ("run.steps", "section.key=value"),

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import DistributedType, broadcast_object_list, load, save
+from accelerate.utils import DistributedType, load, save
 from accelerate.utils.constants import MODEL_NAME, OPTIMIZER_NAME, SAFE_MODEL_NAME
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -158,9 +158,8 @@ class _HandlesExperts:
         if spread:
             # accelerate keeps the count of accumulated batches with the random states of a rank. More ranks than saved
             # have none, and would reduce gradients at other batches than the rest.
-            step = [self.step]
-            broadcast_object_list(step)
-            self.step = step[0]
+            steps = gather_values(torch.tensor([self.step], device=self.device), dist.group.WORLD, "resuming")
+            self.step = int(steps[0])
 
 
 def _refuse(accelerator: Any) -> None:
