@@ -22,7 +22,7 @@ def mark_known(error: BaseException) -> None:
 
 
 def known_to_peers(error: BaseException) -> bool:
-    """Return whether ``error``, or what it was raised from, came from an operation or was passed to ``abort``."""
+    """Return whether ``error`` or its cause came from an operation, or was passed to ``abort``."""
     while not getattr(error, "_known_to_peers", False):
         if error.__cause__ is None:
             return False

@@ -265,7 +265,7 @@ class Dispatcher(ABC):
 
     @contextmanager
     def abort_on_error(self, label: str = "", *, in_flight: bool = False) -> Iterator[None]:
-        """Call ``abort`` for an exception that leaves the ``with`` block, which holds what is done between operations:
+        """Call ``abort`` for an exception that leaves the ``with`` block. The block is the code between two operations:
         the experts, or the call of ``backward``."""
         try:
             yield

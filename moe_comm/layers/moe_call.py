@@ -110,7 +110,7 @@ class MoECall:
             if layer.shared is not None:
                 self.shared_TD = layer.shared(self.x_TD)
             with EVENTS.span(Kind.COMPUTE, "experts", layer=layer.label):
-                # A call of the module, for the sake of hooks on it: FSDP gathers the weights in one.
+                # Call the module, so that its hooks run: FSDP gathers the weights in one.
                 self.flight.thread = layer.experts(self.flight.thread, self.flight)
 
     def result(self) -> Tensor:

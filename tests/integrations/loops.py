@@ -21,6 +21,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from moe_comm import MoEConfig, MoELayer, RouterConfig
 from moe_comm.integrations.hugging_face import prepare_accelerator, swap_moe
 from tests.integrations.models import VOCAB, ep_group, load
+from tests.pool import RankPool, Work
 
 GLOBAL_BATCH, STEPS, LENGTH = 8, 5, 9
 OWN = "own GPT"
@@ -103,7 +104,7 @@ def spread_model(case: Case) -> Any:
 
 
 def examples() -> list[dict[str, Tensor]]:
-    """Sequences of which a different number of tokens count, so that ranks have unequal numbers of targets."""
+    """Sequences with different numbers of targets, so that ranks have unequal numbers, too."""
     generator = torch.Generator().manual_seed(3)
     found = []
     for i in range(GLOBAL_BATCH * STEPS):
@@ -290,6 +291,14 @@ def assert_equals_one_process(case: Case, params: dict[str, Tensor], losses: lis
     for name, value in expected.items():
         torch.testing.assert_close(params[name], value, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{case} {n}: {m}")
     assert losses == pytest.approx(expected_losses[case.stop - len(losses) :], rel=1e-5), str(case)
+
+
+def check_against_one_process(train: Work, pool: RankPool, cases: list[Case]) -> None:
+    """Run ``train`` on the ranks of ``pool``; it returns parameters and losses of each case on rank 0."""
+    for start in range(0, len(cases), 8):
+        some = cases[start : start + 8]
+        for case, (params, losses) in zip(some, pool.run(train, some, timeout=90)[0], strict=True):
+            assert_equals_one_process(case, params, losses)
 
 
 def error_of(call: Any, *args: Any, **kwargs: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.integrations.loops import (
     STEPS,
     Case,
     assert_equals_one_process,
+    check_against_one_process,
     error_of,
     launched,
     let_fsdp_run_on_the_cpu,
@@ -43,11 +45,7 @@ def train(rank: int, world: int, cases: list[Case]) -> list[tuple[dict[str, Tens
     return results
 
 
-def check(pool: RankPool, cases: list[Case]) -> None:
-    for start in range(0, len(cases), 8):
-        some = cases[start : start + 8]
-        for case, (params, losses) in zip(some, pool.run(train, some, timeout=90)[0], strict=True):
-            assert_equals_one_process(case, params, losses)
+check = partial(check_against_one_process, train)
 
 
 def test_every_parameter_after_five_steps_on_2_ranks_is_that_of_one_process(

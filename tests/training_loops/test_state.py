@@ -321,3 +321,21 @@ def test_state_of_other_shapes_and_other_ranks_raises(pool2: RankPool) -> None:
     for messages in pool2.run(bad_loads, timeout=60):
         for name, kind in BAD_LOADS.items():
             assert messages[name].startswith(f"{kind}: "), f"{name}: {messages[name]!r}"
+
+
+class WithExtraState(torch.nn.Linear):
+    """Its state dict has a value that is no tensor."""
+
+    extra: object = None
+
+    def get_extra_state(self) -> object:
+        return {"scale": 2.0}
+
+    def set_extra_state(self, state: object) -> None:
+        self.extra = state
+
+
+def test_values_that_are_no_tensors_are_loaded_as_they_are() -> None:
+    model = WithExtraState(2, 2)
+    moe_comm.load_state_dict(model, moe_comm.state_dict(model))
+    assert model.extra == {"scale": 2.0}

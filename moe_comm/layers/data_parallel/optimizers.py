@@ -37,7 +37,7 @@ def watch_steps(param: Tensor, audit: Audit) -> None:
 
 def wrap_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Make each tensor in ``state``, a state dict of ``optimizer``, that is one rank's part an ``ExpertShard``."""
-    for index, param in enumerate(_params(optimizer)):
+    for index, param in enumerate(params_of(optimizer)):
         mark = mark_of(param)
         if mark is not None and index in state["state"]:
             shards, name = mark
@@ -51,19 +51,20 @@ def wrap_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 def refuse_saving(optimizer: Optimizer) -> None:
     """Wrap what ``optimizer.state_dict()`` returns, if the optimizer has expert parameters."""
-    if not hasattr(optimizer, _KNOWN) and any(mark_of(param) is not None for param in _params(optimizer)):
+    if not hasattr(optimizer, _KNOWN) and any(mark_of(param) is not None for param in params_of(optimizer)):
         optimizer.register_state_dict_post_hook(wrap_optimizer_state)
         setattr(optimizer, _KNOWN, True)
 
 
-def _params(optimizer: Optimizer) -> Iterator[Tensor]:
+def params_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """The parameters of ``optimizer``, in the order of its state dict."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     refuse_saving(optimizer)
-    audits = [audit for param in _params(optimizer) if (audit := getattr(param, _AUDIT, None)) is not None]
+    audits = [audit for param in params_of(optimizer) if (audit := getattr(param, _AUDIT, None)) is not None]
     # The layers of a model are reduced in the same way: one is enough.
     for audit in audits[1:]:
         audit.stop()

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from moe_comm.errors import ConfigError, InputError, UnsupportedModel
 from moe_comm.layers.data_parallel.attach import expert_modules, local_part, tensor_parallel
 from moe_comm.layers.data_parallel.expert_shard import ExpertShard, ExpertShards, is_dtensor, plain, spread_like
-from moe_comm.layers.data_parallel.optimizers import refuse_saving
+from moe_comm.layers.data_parallel.optimizers import params_of, refuse_saving
 from moe_comm.layers.names import state_key
 
 Form = Literal["full", "sharded", "local"]
@@ -76,9 +76,10 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: bool 
     converted = {}
     for key, value in state.items():
         name, held = own.get(key, (key, value))
-        shapes = _shapes(held)
-        if isinstance(value, Tensor) and not isinstance(value, ExpertShard) and tuple(value.shape) not in shapes:
-            raise InputError(f"{key} has shape {tuple(value.shape)}; this model expects {shapes[0]}")
+        if isinstance(value, Tensor) and isinstance(held, Tensor) and not isinstance(value, ExpertShard):
+            shapes = _shapes(held)
+            if tuple(value.shape) not in shapes:
+                raise InputError(f"{key} has shape {tuple(value.shape)}; this model expects {shapes[0]}")
         converted[name] = spread_like(value, held)
     return model.load_state_dict(converted, strict=strict)
 
@@ -100,7 +101,7 @@ def optimizer_state_dict(
     result = inner.state_dict()
     expert = _experts(model)
     state = {}
-    for index, param in enumerate(_params(inner)):
+    for index, param in enumerate(params_of(inner)):
         values = result["state"].get(index, {})
         if id(param) in expert:
             values = {
@@ -123,7 +124,7 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state: Map
     inner = _inner(optimizer)
     expert = _experts(model)
     converted = dict(state["state"])
-    for index, param in enumerate(_params(inner)):
+    for index, param in enumerate(params_of(inner)):
         values = converted.get(index)
         if values is None:
             continue
@@ -140,7 +141,7 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state: Map
     refuse_saving(inner)
 
 
-def _shapes(held: Any) -> list[tuple[int, ...]]:
+def _shapes(held: Tensor) -> list[tuple[int, ...]]:
     """Shapes that load into ``held``, a value of the model's state dict; the whole one first."""
     if isinstance(held, ExpertShard):
         return [tuple(held.full_shape), held.shards.local_shape(held.name_in_module)]
@@ -162,10 +163,6 @@ def _inner(optimizer: Any) -> Optimizer:
     """The torch optimizer; accelerate's wraps one, and is an ``Optimizer`` by inheritance only."""
     inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
     return inner
-
-
-def _params(optimizer: Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _experts(model: nn.Module) -> dict[int, tuple[ExpertShards, str]]:

@@ -250,7 +250,6 @@ def _families(model: nn.Module) -> dict[Groups, list[nn.Parameter]]:
     cut |= {id(param): (group,) for _, param, group in tensor_parallel(model)}
     families: dict[Groups, list[nn.Parameter]] = {}
     for param in model.parameters():
-        # Experts always: on a rank that holds none they require no gradient, but the norm is collective.
         if param.requires_grad or param.grad is not None or id(param) in cut:
             families.setdefault((*_mesh_groups(param), *cut.get(id(param), ())), []).append(param)
     return families
