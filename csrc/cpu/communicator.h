@@ -26,7 +26,7 @@
 
 namespace moe_comm {
 
-constexpr int kHeaderWords = 49;   // as dispatch/header.py packs them
+constexpr int kHeaderWords = 49;   // as comm/header.py packs them
 constexpr int kComparedWords = 8;  // of these, the first must agree
 constexpr int kFaultWord = 8;      // 0, or 1 + the kind of error in this rank's input
 constexpr int kTextWord = 9;

@@ -10,7 +10,7 @@
 
 namespace moe_comm {
 
-enum DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };  // as DTYPES in dispatch/header.py
+enum DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };  // as DTYPES in comm/header.py
 inline int64_t dtype_bytes(int dtype) { return dtype == kFloat32 ? 4 : 2; }
 
 // Tokens [first, last) of a dispatch. `place` holds K packed places a token; base[owner] is the start of that

@@ -35,7 +35,7 @@
 namespace moe_comm {
 namespace p2p {
 
-constexpr int64_t kHeaderWords = 49;   // as dispatch/header.py packs them
+constexpr int64_t kHeaderWords = 49;   // as comm/header.py packs them
 constexpr int64_t kComparedWords = 8;  // of these, the first must agree
 constexpr int64_t kFaultWord = 8;      // 0; 1 + the kind of error in this rank's input; or kBadIdsWord
 constexpr int64_t kBadIdsWord = -1;    // found by count; words 9, 10, 11 hold the first bad slot, its id, how many

@@ -6,9 +6,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_comm.bench.overlap_case import Contest, gradients, stepwise
-from moe_comm.dispatch.channels import channel_of
-from moe_comm.dispatch.plain import added_in_order
+from moe_comm.comm.meeting import channel_of
 from moe_comm.kernels.row_invariant import row_invariant_mm
+from moe_comm.kernels.wide import added_in_order
 from moe_comm.overlap.chunked import RANK_BY_RANK, exact_mm
 from moe_comm.overlap.gather_matmul import gather_matmul
 from moe_comm.overlap.matmul_scatter import matmul_scatter

@@ -24,10 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_comm.bench.clock import LEAD_NS, sync_group
+from moe_comm.comm.channel import Channel
 from moe_comm.dispatch import payload, plain
 from moe_comm.dispatch.all_to_all import AllToAllDispatcher
-from moe_comm.dispatch.channel import Channel
-from moe_comm.kernels import expert_mm, row_invariant
+from moe_comm.kernels import expert_mm, row_invariant, wide
 from moe_comm.kernels.activations import Activation, SwiGLU
 from moe_comm.overlap import chunked, passage
 
@@ -211,7 +211,7 @@ _FUNCTIONS: Sequence[tuple[str, Callable[..., str] | None, Sequence[Callable[...
     (
         ROWS,
         None,
-        (plain.weighted_sum, plain.scale, plain.lane_dot, plain.added_in_order, payload.pack, payload.unpack),
+        (plain.weighted_sum, plain.scale, plain.lane_dot, wide.added_in_order, payload.pack, payload.unpack),
     ),
 )
 _METHODS: Sequence[tuple[str, type, str, Callable[..., str]]] = (

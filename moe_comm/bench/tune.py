@@ -27,7 +27,7 @@ from moe_comm.bench.race import take_turns
 from moe_comm.bench.ranks import on_ranks
 from moe_comm.bench.settings import DTYPES
 from moe_comm.bench.tune_cases import CASES, Case, Ground
-from moe_comm.dispatch.channel import Channel
+from moe_comm.comm.channel import Channel
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.row_invariant import TILE
 from moe_comm.overlap.chunked import Overlap

@@ -25,14 +25,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_comm.comm.header import Header, describe
 from moe_comm.dispatch import plain
 from moe_comm.dispatch.all_to_all import AllToAllDispatcher, Routes
 from moe_comm.dispatch.base import Layout
 from moe_comm.dispatch.group_scales import GROUP, Groups, decode_groups, encode_groups
-from moe_comm.dispatch.handshake import describe
-from moe_comm.dispatch.header import Header
 from moe_comm.dispatch.payload import Payload, pack, unpack
 from moe_comm.dispatch.sums import scale_
+from moe_comm.kernels.wide import wide_dtype
 from moe_comm.runtime.memory import take
 
 
@@ -72,7 +72,7 @@ class AllGatherDispatcher(AllToAllDispatcher):
         self.agree_again(header, rows_RD.device)
         doing = describe(header)
         routes: GatheredRoutes = layout.state
-        rows_RD = rows_RD.to(plain.wide_dtype(rows_RD.dtype))
+        rows_RD = rows_RD.to(wide_dtype(rows_RD.dtype))
         if weights_TK is not None:
             rows_RD = rows_RD * self._weights(weights_TK, routes, doing).unsqueeze(1)
         longest = max(routes.tokens_W)

@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_comm.comm.channel import Channel
+from moe_comm.comm.header import Header, describe
 from moe_comm.dispatch import plain
 from moe_comm.dispatch.base import Dispatcher, DispatchOptions, Layout
-from moe_comm.dispatch.channel import Channel
 from moe_comm.dispatch.group_scales import Groups, decode_groups, encode_groups
-from moe_comm.dispatch.handshake import Counts, Handshake, Words, describe, meet, settings_of
-from moe_comm.dispatch.header import Header
+from moe_comm.dispatch.handshake import Counts, Handshake, Words
 from moe_comm.dispatch.payload import Payload, pack, unpack
 from moe_comm.dispatch.sums import scale_, take, weighted_sum
 from moe_comm.errors import RoutingError
@@ -60,11 +60,7 @@ class Routes:
 
 
 class AllToAllDispatcher(Dispatcher):
-    """Any device and number of hosts; construction is collective over ``group``.
-
-    Raises:
-        RankMismatch: ranks build it with different settings.
-    """
+    """Any device and number of hosts. ``make_dispatcher`` compares settings between ranks; this does not."""
 
     name = "all_to_all"
     packs = True
@@ -77,8 +73,8 @@ class AllToAllDispatcher(Dispatcher):
         options: DispatchOptions | None = None,
     ) -> None:
         super().__init__(placement, group, rank, options)
-        self.channel = Channel(group, rank, self.world, self.options.timeout_s)
-        meet(self.channel, group, f"the {self.name} dispatcher", settings_of(self))
+        assert self.comm is not None
+        self.channel = Channel(self.comm, self.options.timeout_s)
         self._handshake = Handshake(self.channel, placement, self.calls)
 
     def _leave_behind(self, text: str) -> None:

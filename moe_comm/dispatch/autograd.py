@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe_comm.comm.header import Header
 from moe_comm.dispatch.base import Dispatched, Dispatcher, Layout
 from moe_comm.dispatch.checksums import claim
 from moe_comm.dispatch.group_scales import rounded_in_groups
-from moe_comm.dispatch.header import Header
 from moe_comm.dispatch.moved import put_layout, rows_moved
 from moe_comm.dispatch.payload import rounded
 from moe_comm.errors import InputError, MoeCommError

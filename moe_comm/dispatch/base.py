@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import _StopRecomputationError  # no public name
 
+from moe_comm.comm.header import DTYPES, GroupCalls, Header
+from moe_comm.comm.meeting import communicator_of
 from moe_comm.dispatch.checksums import Damage
-from moe_comm.dispatch.header import DTYPES, GroupCalls, Header
 from moe_comm.dispatch.payload import AS_THEY_ARE, Payloads
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.errors import (
@@ -124,7 +125,7 @@ class Dispatcher(ABC):
 
     Attributes:
         damage: of rows that arrived, with ``DispatchOptions.checksums``.
-        calls: numbers of this group's operations.
+        comm: what this process keeps for the group; None without one. calls: numbers of the group's operations.
         maker: a number that no other dispatcher of this process has.
     """
 
@@ -140,14 +141,25 @@ class Dispatcher(ABC):
         options: DispatchOptions | None = None,
     ) -> None:
         self.placement = placement
-        self.group = group
+        self.comm = None if group is None else communicator_of(group, (options or DispatchOptions()).timeout_s)
         self.rank = rank
         self.world = placement.world
         self.options = options or DispatchOptions()
         self.damage = Damage()
-        self.calls = GroupCalls.of(group)
+        self.calls = GroupCalls() if self.comm is None else self.comm.calls
+        if self.comm is not None:
+            self.comm.users.add(self)
         self._ordinal = self.calls.add_dispatcher()
         self.maker = next(_makers)
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The expert-parallel process group; None where this process holds all experts.
+
+        Raises:
+            ConfigError: it has been destroyed.
+        """
+        return None if self.comm is None else self.comm.group
 
     @property
     def num_calls(self) -> int:
@@ -213,6 +225,9 @@ class Dispatcher(ABC):
 
     def close(self) -> None:  # noqa: B027 - most backends hold nothing beyond their group
         """Give back what this dispatcher holds. Collective; calling it twice is allowed."""
+
+    def release(self) -> None:  # noqa: B027
+        """Let go of what belongs to the group, which is destroyed. Not collective."""
 
     def refuse(self, fault: MoeCommError, x: Tensor, *, label: str = "") -> NoReturn:
         """Meet the other ranks' dispatch with an error of this rank's own, found before it could call: all raise it.

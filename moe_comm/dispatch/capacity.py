@@ -23,8 +23,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from moe_comm.comm.channel import Channel
 from moe_comm.dispatch.base import DROPPED
-from moe_comm.dispatch.channel import Channel
 from moe_comm.errors import ConfigError, InputError, RankMismatch
 
 Policy = Literal["position", "probability"]

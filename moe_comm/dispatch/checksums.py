@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moe_comm.dispatch.payload import as_dtype, rounded
+from moe_comm.comm.meeting import channel_of
+from moe_comm.dispatch.payload import rounded
 from moe_comm.errors import CorruptPayload
+from moe_comm.runtime.memory import as_dtype
 
 if TYPE_CHECKING:
+    from moe_comm.comm.header import Header
     from moe_comm.dispatch.base import Dispatcher
-    from moe_comm.dispatch.header import Header
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
@@ -117,8 +119,6 @@ def claim(dispatcher: Dispatcher, x_TD: Tensor, ids_TK: Tensor, header: Header) 
     """
     if not dispatcher.options.checksums or (dispatcher.group is None and dispatcher.world > 1):
         return None
-    from moe_comm.dispatch.channels import channel_of
-
     payload = dispatcher.options.payloads.of(header.op)
     narrowed = payload.narrows(x_TD.dtype)
     sums_T = row_sums(_without_nan(rounded(x_TD.detach(), payload), narrowed))

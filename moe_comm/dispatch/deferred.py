@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_comm.comm.header import Header
 from moe_comm.dispatch.base import Dispatcher, DispatchOptions, Layout
-from moe_comm.dispatch.header import Header
 from moe_comm.errors import ConfigError
 from moe_comm.topology import ExpertPlacement
 
@@ -36,8 +36,12 @@ class DeferredDispatcher(Dispatcher):
     ) -> None:
         # Not the group, whose dispatchers are numbered: this one takes part in nothing.
         super().__init__(placement, None, rank, options)
-        self.group = group
+        self._group = group
         self.make = make
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        return self._group
 
     def _refuse(self) -> NoReturn:
         raise ConfigError(

@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from moe_comm.comm.channel import Channel
+from moe_comm.comm.meeting import communicator_of, compare
 from moe_comm.dispatch.base import Dispatcher, DispatchOptions
-from moe_comm.dispatch.channel import Channel
 from moe_comm.dispatch.choice import Choice, GroupFacts, Traffic, choose
-from moe_comm.dispatch.handshake import meet
 from moe_comm.dispatch.local import LocalDispatcher
 from moe_comm.dispatch.peer_access import access_word, device_word, problem_of
 from moe_comm.dispatch.relay_routes import HostMap
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.runtime.group_place import place_in
-from moe_comm.runtime.shared import host_word, native_is_built
+from moe_comm.runtime.shared import native_is_built
 from moe_comm.topology import ExpertPlacement
 
 BACKENDS = ("auto", "local", "shared_memory", "peer_to_peer", "all_to_all", "all_gather", "hierarchical")
@@ -69,7 +69,7 @@ def make_dispatcher(
         "experts per rank": None if experts_per_rank is None else tuple(experts_per_rank),
         "expected traffic": traffic,
     }
-    choice = _meet(group, rank, world, options, traffic, device, same, fault)
+    choice = _compare(group, options, traffic, device, same, fault)
     assert placement is not None, "a fault is raised by every rank"
     picked = choice.picked if backend == "auto" else backend
     if problem := choice.problem(picked):
@@ -88,17 +88,15 @@ def explain_choice(
 ) -> str:
     """The table by which ``auto`` chooses: each backend, why it cannot be used or what it would cost. Collective."""
     options = options or DispatchOptions()
-    rank, world = place_in(group)
+    _, world = place_in(group)
     if group is None or world == 1:
         facts = GroupFacts(1, 1, native_is_built(), torch.device(device or "cpu").type, "nothing")
         return str(choose(facts, traffic or _traffic(options)))
-    return str(_meet(group, rank, world, options, traffic, device, {"expected traffic": traffic}, None))
+    return str(_compare(group, options, traffic, device, {"expected traffic": traffic}, None))
 
 
-def _meet(
+def _compare(
     group: ProcessGroup,
-    rank: int,
-    world: int,
     options: DispatchOptions,
     traffic: Traffic | None,
     device: torch.device | str | None,
@@ -106,27 +104,23 @@ def _meet(
     fault: MoeCommError | None,
 ) -> Choice:
     """Learn from every rank what the choice depends on, and choose alike."""
-    channel = Channel(group, rank, world, options.timeout_s)
+    comm = communicator_of(group, options.timeout_s)
+    channel = Channel(comm, options.timeout_s)
     where = torch.device(device) if device is not None else channel.rows_device
     same = {**same, "deterministic": int(options.deterministic), "rows on the CPU": int(where.type == "cpu")}
     same["payloads"] = options.payloads
+    same["checked"] = int(options.checked)
     same["checksums"] = int(options.checksums)
     same["options of peer_to_peer"] = options.peer_to_peer
-    told = {
-        "host": host_word(),
-        "native": int(native_is_built()),
-        "GPU": device_word(where),
-        "access": access_word(where),
-    }
-    found = meet(channel, group, "a dispatcher", same, told, fault)
-    hosts = found["host"]
+    told = {"GPU": device_word(where), "access": access_word(where)}
+    found = compare(channel, "a dispatcher", same, told, fault)
     facts = GroupFacts(
-        world,
-        len(set(hosts)),
-        all(found["native"]),
+        comm.world,
+        len(set(comm.hosts)),
+        comm.native,
         where.type,
         dist.get_backend(group),
-        _host_by_host(hosts),
+        _host_by_host(comm.hosts),
         problem_of(found["GPU"], found["access"]),
         options.peer_to_peer.emulate,
     )

@@ -26,7 +26,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moe_comm.dispatch.payload import E4M3, Payload, as_dtype, bytes_per_row, narrowed, scales_for
+from moe_comm.dispatch.payload import E4M3, Payload, bytes_per_row, narrowed, scales_for
+from moe_comm.runtime.memory import as_dtype
 
 GROUP = 128
 """Rows that share scales."""

@@ -1,14 +1,6 @@
 """What ranks tell each other before rows move, over any backend of torch.distributed.
 
-At construction, once (fixed size, whatever the ranks disagree on):
-
-    word   0        1..3      4             5..           FACTS
-           nonce    process   fault kind    facts         text of the fault
-
-A fact that is not a number travels as its checksum. Where checksums differ, all ranks see it, and exchange the values
-in words in a second all-gather of fixed size, so that the error can name the fields that differ.
-
-Before every operation (one all-gather; E is the largest number of experts of the group's dispatchers, so that ranks
+Before every operation one all-gather (E is the largest number of experts of the group's dispatchers, so that ranks
 which call different dispatchers exchange the same number of bytes):
 
     header.WORDS    tokens    device    bad ids    first bad slot    its id    | rows for each expert [E]
@@ -18,129 +10,25 @@ so a single exchange carries the check on every rank and the counts from which a
 
 from __future__ import annotations
 
-import secrets
-import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from moe_comm.dispatch import header as head
-from moe_comm.dispatch import peers, plain
+from moe_comm.comm import header as head
+from moe_comm.comm.channel import Channel
+from moe_comm.comm.header import GroupCalls, Header, check, describe
+from moe_comm.dispatch import plain
 from moe_comm.dispatch.base import Dispatcher, peers_routing_error, routing_error
-from moe_comm.dispatch.channel import Channel
-from moe_comm.dispatch.header import FAULTS, GroupCalls, Header, check, fault_word
-from moe_comm.errors import ConfigError, MoeCommError, RankMismatch, mark_known
+from moe_comm.errors import MoeCommError, RankMismatch, mark_known
 from moe_comm.topology import ExpertPlacement
 
-FACTS = 14
-TEXT_BYTES = 400
-VALUES_BYTES = 4096
-VALUE_CHARS = 200
-"""Longest text of one value, so that those of all fields fit into ``VALUES_BYTES``."""
 EXTRA = 5
 DEVICES = ("cpu", "cuda", "xpu", "mps", "meta")
 
 Words = npt.NDArray[np.int64]
-
-
-def digest(*values: object) -> int:
-    """A number by which ranks compare settings of any kind."""
-    return zlib.crc32(repr(values).encode())
-
-
-def meet(
-    channel: Channel,
-    group: ProcessGroup,
-    what: str,
-    same: Mapping[str, object],
-    told: Mapping[str, int] | None = None,
-    fault: MoeCommError | None = None,
-) -> dict[str, list[int]]:
-    """Exchange settings over the group; every rank of it calls this, whatever its own settings are.
-
-    Args:
-        channel: learns who its peers are.
-        what: what is being built, for messages.
-        same: settings that must be equal on all ranks, of any type; at most ``FACTS`` with ``told``. The error names
-            the fields of a dataclass that differ.
-        told: facts that may differ.
-        fault: an error in this rank's own settings; raised here and, with its text, on every rank.
-
-    Returns:
-        Each of ``same`` and ``told``, by rank.
-
-    Raises:
-        RankMismatch: a setting differs. ConfigError or the fault's own class: some rank's settings are bad.
-    """
-    numbers = {name: value if isinstance(value, int) else digest(value) for name, value in same.items()}
-    facts = {**numbers, **(told or {})}
-    if len(facts) > FACTS:
-        raise ConfigError(f"{what}: at most {FACTS} facts fit the exchange; got {len(facts)}")
-    words = np.zeros(2 + peers.WORDS + FACTS + TEXT_BYTES // 8, np.int64)
-    words[0] = secrets.randbits(62)
-    words[1 : 1 + peers.WORDS] = peers.Process.own().words()
-    start = 2 + peers.WORDS
-    words[start : start + len(facts)] = list(facts.values())
-    if fault is not None:
-        words[start - 1] = fault_word(fault, ConfigError)
-        raw = str(fault).encode()[:TEXT_BYTES]
-        words[start + FACTS :].view(np.uint8)[: len(raw)] = np.frombuffer(raw, np.uint8)
-    sent = torch.from_numpy(words).to(channel.control_device)
-    rows: Words = channel.all_gather(sent, f"building {what}").cpu().numpy()
-    processes = [peers.Process(*(int(v) for v in row[1 : 1 + peers.WORDS])) for row in rows]
-    channel.peers = peers.Peers(processes, channel.rank, group, f"{int(rows[0, 0]):x}")
-    if fault is not None:
-        raise fault
-    for rank, row in enumerate(rows):
-        if row[start - 1]:
-            text = row[start + FACTS :].tobytes().rstrip(b"\0").decode(errors="replace")
-            raise FAULTS[int(row[start - 1]) - 1](f"rank {rank}: {text}")
-    found = {name: [int(v) for v in rows[:, start + i]] for i, name in enumerate(facts)}
-    if differing := [name for name in same if len(set(found[name])) > 1]:
-        raise _mismatch(channel, what, {name: same[name] for name in differing})
-    return found
-
-
-def _mismatch(channel: Channel, what: str, own: Mapping[str, object]) -> RankMismatch:
-    """The error that names the fields of ``own`` that differ, and their values by rank. Collective."""
-    lines = [f"{field}\t{text[:VALUE_CHARS]}" for name, value in own.items() for field, text in _in_words(name, value)]
-    raw = "\n".join(lines).encode()[:VALUES_BYTES]
-    sent = torch.zeros(VALUES_BYTES, dtype=torch.uint8)
-    sent[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-    rows = channel.all_gather(sent.to(channel.control_device), f"comparing {what}").cpu().numpy()
-    texts = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
-    by_rank = [dict(line.partition("\t")[::2] for line in text.split("\n")) for text in texts]
-    named = dict.fromkeys(field for values in by_rank for field in values)
-    given = {field: [values.get(field, "not given") for values in by_rank] for field in named}
-    listed = "; ".join(
-        f"{field}: " + ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-        for field, values in given.items()
-        if len(set(values)) > 1
-    )
-    names = ", ".join(own)
-    return RankMismatch(
-        f"ranks disagree on {names} when building {what}: "
-        f"{listed.removeprefix(f'{names}: ') or 'their values are too long to show'}. "
-        "Every rank of a group must build it alike."
-    )
-
-
-def _in_words(name: str, value: object) -> list[tuple[str, str]]:
-    """``value`` under ``name``; the fields of a dataclass and the entries of a mapping each under their own."""
-    if is_dataclass(value):
-        value = {field.name: getattr(value, field.name) for field in fields(value)}
-    if not isinstance(value, Mapping):
-        return [(name, " ".join(repr(value).split()))]
-    return [
-        (key if key == inner else f"{key}.{inner}", text)
-        for key, item in value.items()
-        for inner, text in _in_words(str(key), item)
-    ]
 
 
 def settings_of(dispatcher: Dispatcher) -> dict[str, object]:
@@ -224,8 +112,3 @@ class Handshake:
         rank = int(extra[:, 2].nonzero()[0][0])
         bad, slot, value = (int(v) for v in extra[rank, 2:])
         raise peers_routing_error(rank, bad, slot, value, header.top_k, self._num_experts)
-
-
-def describe(header: Header) -> str:
-    """``dispatch (call 3) of layer 'moe.1'``."""
-    return f"{header.op} (call {header.seq})" + (f" of layer {header.label!r}" if header.label else "")

@@ -38,11 +38,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_comm.comm.channel import Channel
+from moe_comm.comm.header import Header, describe
+from moe_comm.comm.meeting import compare
 from moe_comm.dispatch.base import Dispatcher, DispatchOptions, Layout
-from moe_comm.dispatch.channel import Channel
 from moe_comm.dispatch.group_scales import Groups, decode_groups, encode_groups, rounded_in_groups
-from moe_comm.dispatch.handshake import Counts, Handshake, describe, meet, settings_of
-from moe_comm.dispatch.header import Header
+from moe_comm.dispatch.handshake import Counts, Handshake, settings_of
 from moe_comm.dispatch.inside_host import InsideHost, InsideLayout
 from moe_comm.dispatch.payload import Payload, bytes_per_row, pack, rounded, unpack
 from moe_comm.dispatch.rail import Pieces, Rail, joined
@@ -59,7 +60,6 @@ from moe_comm.dispatch.relay_routes import (
 from moe_comm.dispatch.sums import weighted_sum
 from moe_comm.errors import ConfigError, PeerError, RoutingError
 from moe_comm.runtime.memory import take, warm_rows
-from moe_comm.runtime.shared import host_word, native_is_built
 from moe_comm.topology import ExpertPlacement
 
 Ints = tuple[int, ...]
@@ -137,24 +137,25 @@ class HierarchicalDispatcher(Dispatcher):
         pieces: Pieces | None = None,
     ) -> None:
         super().__init__(placement, group, rank, options)
-        self.channel = Channel(group, rank, self.world, self.options.timeout_s)
+        assert self.comm is not None
+        self.channel = Channel(self.comm, self.options.timeout_s)
         fault = None
         if hosts is not None and len(hosts) != self.world:
             fault = ConfigError(f"hosts must have a number for each of the {self.world} ranks; got {len(hosts)}")
         pieces = Pieces() if pieces is None else pieces
         same = settings_of(self) | {"hosts": None if hosts is None else tuple(hosts), "pieces": pieces}
-        told = {"host": host_word(), "native": int(native_is_built())}
-        found = meet(self.channel, group, f"the {self.name} dispatcher", same, told, fault)
-        self.hosts = HostMap.of(found["host"] if hosts is None else hosts)
-        shared = all(found["native"]) and all(
-            len({found["host"][member] for member in self.hosts.members(host)}) == 1 for host in range(self.hosts.count)
+        compare(self.channel, f"the {self.name} dispatcher", same, fault=fault)
+        self.hosts = HostMap.of(self.comm.hosts if hosts is None else hosts)
+        shared = self.comm.native and all(
+            len({self.comm.hosts[member] for member in self.hosts.members(host)}) == 1
+            for host in range(self.hosts.count)
         )
         self._rail = Rail(self.channel, self.hosts, rank, pieces)
         self._host = self.hosts.host(rank)
         self._experts = self.hosts.experts(placement)
         self._handshake = Handshake(self.channel, placement, self.calls)
         inner = self.hosts.inside(placement, self._host)
-        self._inside = InsideHost(inner, group, self.hosts, rank, self.options, shared)
+        self._inside = InsideHost(inner, self.comm, self.hosts, rank, self.options, shared)
 
     @property
     def wire_bytes(self) -> dict[str, WireBytes]:
@@ -390,12 +391,11 @@ class HierarchicalDispatcher(Dispatcher):
     @contextmanager
     def _alive(self) -> Iterator[None]:
         """Around what goes through the host's own group: a rank that is lost there is lost to the whole group."""
-        if self.channel.failed is not None:
-            raise type(self.channel.failed)(*self.channel.failed.args)
+        self.channel.comm.check()
         try:
             yield
         except PeerError as error:
-            self.channel.failed = error
+            self.channel.comm.failed = error
             raise
 
 

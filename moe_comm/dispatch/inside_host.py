@@ -8,41 +8,24 @@ choose alike: what the choice depends on has been compared, and a full /dev/shm 
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_comm.comm.communicator import Communicator
+from moe_comm.comm.header import Header
 from moe_comm.dispatch.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.base import Dispatcher, DispatchOptions, Layout
-from moe_comm.dispatch.header import Header
 from moe_comm.dispatch.local import LocalDispatcher
 from moe_comm.dispatch.native import supported
 from moe_comm.dispatch.relay_routes import HostMap
 from moe_comm.errors import HeapError, PeerError
 from moe_comm.runtime.shared import native_is_built
 from moe_comm.topology import ExpertPlacement
-
-_made: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]] = weakref.WeakKeyDictionary()
-
-
-def host_group(group: ProcessGroup, members: range, timeout_s: float) -> ProcessGroup:
-    """The group of the ranks ``members`` of ``group``, this one among them; made once. Collective over ``members``.
-
-    Every rank of ``group`` makes its host's at the same place: torch names a group by how many its maker has made.
-    """
-    ranks = dist.get_process_group_ranks(group)
-    chosen = tuple(ranks[member] for member in members)
-    groups = _made.setdefault(group, {})
-    if chosen not in groups:
-        groups[chosen] = dist.new_group(chosen, timeout=timedelta(seconds=timeout_s), use_local_synchronization=True)
-    return groups[chosen]
 
 
 @dataclass(frozen=True)
@@ -59,14 +42,14 @@ class InsideHost:
 
     Args:
         placement: of the host's experts, whose ids here are counted from its first.
-        group, rank: of all ranks.
+        comm, rank: of all ranks.
         shared: the host's ranks share memory.
     """
 
     def __init__(
         self,
         placement: ExpertPlacement,
-        group: ProcessGroup,
+        comm: Communicator,
         hosts: HostMap,
         rank: int,
         options: DispatchOptions,
@@ -80,7 +63,7 @@ class InsideHost:
         if hosts.per_host == 1:
             self._alone = _alone(placement, plain_options)
             return
-        own = host_group(group, self._members, options.timeout_s)
+        own = comm.part(self._members, options.timeout_s)
         self._plain = AllToAllDispatcher(placement, own, local, plain_options)
         if shared:
             self._share(placement, own, local, plain_options)
@@ -179,4 +162,4 @@ def _warn(error: HeapError) -> None:
     )
 
 
-__all__ = ["InsideHost", "InsideLayout", "host_group"]
+__all__ = ["InsideHost", "InsideLayout"]

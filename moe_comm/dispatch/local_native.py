@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_comm.comm.header import Header
 from moe_comm.dispatch.base import DispatchOptions, Layout
-from moe_comm.dispatch.header import Header
 from moe_comm.dispatch.local import LocalDispatcher
 from moe_comm.dispatch.native import NativeRows, supported
 from moe_comm.runtime.shared import DTYPE_CODES, native, private_heap
@@ -26,7 +26,7 @@ class NativeLocalDispatcher(LocalDispatcher):
     ) -> None:
         super().__init__(placement, group, rank, options)
         self._core = native()
-        self._rows = NativeRows(None, private_heap(), placement.offsets, rank)
+        self._rows = NativeRows(private_heap(), placement.offsets, rank)
 
     def empty_rows(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Warm memory on the CPU, else what torch gives."""

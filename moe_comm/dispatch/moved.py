@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from moe_comm.dispatch.payload import bytes_per_row
 from moe_comm.runtime.event_layout import NO_NAME, Kind
 from moe_comm.runtime.events import EVENTS, Open, moving
-from moe_comm.runtime.group_names import group_of
 
 if TYPE_CHECKING:
     from moe_comm.dispatch.base import Dispatcher, Layout
@@ -32,16 +31,16 @@ def rows_moved(
         counted: whether it is the group's next call: every rank enters this span for this operation.
     """
     kind = KINDS[op]
-    if dispatcher.group is None:
+    if dispatcher.comm is None:
         return EVENTS.span(Kind.COMPUTE, op, layer=label)
-    group = group_of(dispatcher.group) if counted else NO_NAME
+    group = dispatcher.comm.span_group if counted else NO_NAME
     return moving(kind, op, layer=label, group=group, nbytes=0 if layout is None else sent(dispatcher, op, layout))
 
 
 def put_layout(span: Open, dispatcher: Dispatcher, layout: Layout) -> None:
     """What a dispatch turned out to be: bytes, and rows of each expert."""
     if span.index >= 0:
-        nbytes = sent(dispatcher, "dispatch", layout) if dispatcher.group is not None else 0
+        nbytes = sent(dispatcher, "dispatch", layout) if dispatcher.comm is not None else 0
         span.put_rows(layout.rows_per_expert, nbytes)
 
 

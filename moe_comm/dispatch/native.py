@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
+from moe_comm.comm.communicator import Communicator
+from moe_comm.comm.header import Header, failure, fault_word
 from moe_comm.dispatch.base import Layout
-from moe_comm.dispatch.header import Header, failure, fault_word
 from moe_comm.errors import MoeCommError, RoutingError, mark_known
 from moe_comm.runtime.shared import DTYPE_CODES, block, native, warm
 
@@ -115,22 +116,24 @@ class LeavingRows(_Underway):
 class NativeRows:
     """The three primitives of ``Dispatcher`` on a ``_C.Transfer``.
 
-    communicator: None where this process holds all experts. timeout_s: how long it waits for a peer in these calls.
+    comm: None where this process holds all experts. timeout_s: how long it waits for a peer in these calls.
     """
 
     def __init__(
         self,
-        communicator: _C.Communicator | None,
         heap: _C.Heap,
         expert_offsets: tuple[int, ...],
         rank: int,
+        comm: Communicator | None = None,
         timeout_s: float = math.inf,
     ) -> None:
         self._core = native()
-        self._communicator, self._timeout_s = communicator, timeout_s
+        self._comm, self._timeout_s = comm, timeout_s
         self.rank = rank
         self.heap = heap
-        self._transfer = self._core.Transfer(communicator, heap, list(expert_offsets), threads=torch.get_num_threads())
+        self._transfer = self._core.Transfer(
+            None if comm is None else comm.core, heap, list(expert_offsets), threads=torch.get_num_threads()
+        )
 
     def empty_rows(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """A block of this rank's heap, which peers read in place."""
@@ -243,9 +246,8 @@ class NativeRows:
             return arriving.rows_RD, grad_TK
 
     def _begin(self) -> None:
-        # The group's other users have timeouts of their own.
-        if self._communicator is not None:
-            self._communicator.set_timeout(self._timeout_s)
+        if self._comm is not None:
+            self._comm.limit(self._timeout_s)
 
     @contextmanager
     def _explained(self, header: Header) -> Iterator[None]:

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.native import for_triton
+from moe_comm.runtime.memory import as_dtype
 
 Format = Literal["same", "bf16", "fp8"]
 Scales = Literal["token", "block", "group"]
@@ -286,16 +287,6 @@ def unpack(moved: Tensor, payload: Payload, hidden: int, dtype: torch.dtype) -> 
     return decode(moved, payload, hidden, dtype)
 
 
-def as_dtype(dtype: torch.dtype, rows_RX: Tensor) -> Tensor:
-    """Return the bytes of rows [R, X] as another dtype, without a copy if the rows are contiguous.
-
-    Torch refuses to view a tensor whose last stride is not 1 even where that stride has no meaning: with no elements,
-    with one, or with one column. So the strides are set here.
-    """
-    width = rows_RX.shape[1] * rows_RX.element_size() // dtype.itemsize
-    return rows_RX.contiguous().as_strided((rows_RX.numel(),), (1,)).view(dtype).view(rows_RX.shape[0], width)
-
-
 def _in_rows(payload: Payload) -> None:
     if payload.scales == "group":
         raise ConfigError(f"the scales of {payload.name} are not in the rows; group_scales.encode_groups gives both")
@@ -342,7 +333,6 @@ __all__ = [
     "Payload",
     "PayloadName",
     "Payloads",
-    "as_dtype",
     "bytes_per_row",
     "decode",
     "encode",

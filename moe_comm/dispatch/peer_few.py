@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_comm.dispatch.header import Header
+from moe_comm.comm.header import Header
 from moe_comm.dispatch.peer_memory import PeerMemory
 from moe_comm.dispatch.peer_rows import Arriving, Form, place
 from moe_comm.errors import ConfigError, HeapError, InputError

@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_comm.comm.channel import Channel
+from moe_comm.comm.header import Header, describe, failure
+from moe_comm.comm.peers import Peers
 from moe_comm.dispatch.base import peers_routing_error, routing_error
-from moe_comm.dispatch.channel import Channel
-from moe_comm.dispatch.channels import alive
-from moe_comm.dispatch.handshake import describe
-from moe_comm.dispatch.header import Header, failure
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
-from moe_comm.dispatch.peers import Peers
 from moe_comm.errors import ConfigError, HeapError, MoeCommError, PeerDied, PeerError, PeerTimeout
 from moe_comm.gpu.blocks import Blocks, alone, mapped, symmetric
 from moe_comm.gpu.launch import Launcher
@@ -38,7 +36,6 @@ from moe_comm.gpu.protocol import (
     blocks_bytes,
 )
 from moe_comm.gpu.turns import Turns
-from moe_comm.runtime.leaving import at_leave
 from moe_comm.runtime.shared import host_word
 
 LOOK_S = 0.25
@@ -95,8 +92,8 @@ class PeerMemory:
         self.pending = ""
         """A low-latency dispatch whose combine is to come."""
         self._watch: Watch | None = None
-        if channel is not None and channel.peers is not None:
-            self._watch = Watch(channel.peers, turns.abort)
+        if channel is not None and channel.comm.peers is not None:
+            self._watch = Watch(channel.comm.peers, turns.abort)
 
     @property
     def on_host(self) -> bool:
@@ -191,7 +188,7 @@ class PeerMemory:
         return failure([words.tobytes() for words in headers], self.rank, header)
 
     def _lost(self, report: Report, header: Header) -> PeerError:
-        peers = None if self.channel is None else self.channel.peers
+        peers = None if self.channel is None else self.channel.comm.peers
         gone = [] if peers is None else peers.ended()
         if peers is not None and gone:
             who = ", ".join(peers.describe(rank) for rank in gone)
@@ -205,10 +202,6 @@ class PeerMemory:
             "stuck, slow, or took another path through the program; see its stacks (py-spy dump), or raise "
             "DispatchOptions.timeout_s. This group is unusable now."
         )
-
-
-_made: dict[tuple[ProcessGroup | None, torch.device, tuple[int, ...], int], PeerMemory] = {}
-at_leave(_made.clear)
 
 
 def peer_memory(
@@ -229,20 +222,20 @@ def peer_memory(
         HeapError: on every rank, if one has no room.
     """
     total = options.heap_bytes or HEAP_BYTES[device.type]
-    key = group, device, tuple(offsets), total
-    made = _made.get(key)
-    if made is not None:
-        return made  # even if it has failed: others may not know, and would not make another
-    for other in [other for other in _made if other[0] is not None and not alive(other[0])]:
-        del _made[other]  # or what destroyed groups have mapped would stay
-    shape = Shape(rank, tuple(offsets))
-    blocks = _blocks(channel, group, rank, device, blocks_bytes(shape, total))
-    made = PeerMemory(channel, Turns(shape, blocks, launcher))
-    if channel is not None:
-        channel.all_gather(torch.zeros(1, dtype=torch.int64).to(channel.control_device), "the start of shared blocks")
-    if group is not None:
-        _made[key] = made
-    return made
+
+    def make() -> PeerMemory:
+        shape = Shape(rank, tuple(offsets))
+        blocks = _blocks(channel, group, rank, device, blocks_bytes(shape, total))
+        made = PeerMemory(channel, Turns(shape, blocks, launcher))
+        if channel is not None:
+            began = torch.zeros(1, dtype=torch.int64).to(channel.control_device)
+            channel.all_gather(began, "the start of shared blocks")
+        return made
+
+    if channel is None:
+        return make()
+    # Kept even if it has failed: others may not know, and would not make another.
+    return channel.comm.keep(("peer memory", device, tuple(offsets), total), make)
 
 
 def _blocks(channel: Channel | None, group: ProcessGroup | None, rank: int, device: torch.device, total: int) -> Blocks:

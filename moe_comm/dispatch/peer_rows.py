@@ -15,8 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from moe_comm.dispatch.handshake import describe
-from moe_comm.dispatch.header import Header
+from moe_comm.comm.header import Header, describe
 from moe_comm.dispatch.payload import Payload, scaled
 from moe_comm.errors import HeapError
 from moe_comm.gpu.blocks import ALIGN, up

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_comm.comm.channel import Channel
+from moe_comm.comm.header import Header, fault_word
+from moe_comm.comm.meeting import compare
 from moe_comm.dispatch.base import Dispatcher, DispatchOptions, Layout
-from moe_comm.dispatch.channel import Channel
 from moe_comm.dispatch.group_scales import rounded_in_groups
-from moe_comm.dispatch.handshake import meet, settings_of
-from moe_comm.dispatch.header import Header, fault_word
+from moe_comm.dispatch.handshake import settings_of
 from moe_comm.dispatch.payload import rounded
 from moe_comm.dispatch.peer_access import launcher_for
 from moe_comm.dispatch.peer_memory import PeerMemory, peer_memory
@@ -80,14 +81,14 @@ class PeerSteps(Dispatcher):
         except MoeCommError as error:
             fault = error
         self.channel: Channel | None = None
-        if group is not None:
-            self.channel = Channel(group, rank, self.world, self.options.timeout_s)
+        if self.comm is not None:
+            self.channel = Channel(self.comm, self.options.timeout_s)
             same = {
                 **settings_of(self),
                 "options of peer_to_peer": self.own,
                 "device": self.device.type,
             }
-            meet(self.channel, group, f"the {self.name} dispatcher", same, fault=fault)
+            compare(self.channel, f"the {self.name} dispatcher", same, fault=fault)
         if fault is not None or launcher is None:
             raise fault or ConfigError("no launcher")
         self.memory: PeerMemory = (

@@ -21,10 +21,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from moe_comm.comm.header import Header, describe
 from moe_comm.dispatch.autograd import dispatch_by
 from moe_comm.dispatch.base import Dispatched, Layout
-from moe_comm.dispatch.handshake import describe
-from moe_comm.dispatch.header import Header
 from moe_comm.dispatch.peer_few import Buffers, FewSent, make_buffers, send_few, sum_few
 from moe_comm.dispatch.peer_rows import Form, move_rows
 from moe_comm.dispatch.peer_steps import PeerSteps, dense

@@ -22,9 +22,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from moe_comm.dispatch.channel import Channel, Coming
-from moe_comm.dispatch.handshake import describe
-from moe_comm.dispatch.header import Header
+from moe_comm.comm.channel import Channel, Coming
+from moe_comm.comm.header import Header, describe
 from moe_comm.dispatch.relay_routes import OPS, HostMap, WireBytes
 from moe_comm.errors import ConfigError
 from moe_comm.runtime.memory import warm_rows

@@ -29,6 +29,7 @@ from moe_comm.dispatch.group_scales import GROUP
 from moe_comm.dispatch.handshake import Words
 from moe_comm.dispatch.payload import AS_THEY_ARE, Payload, Payloads, bytes_per_row
 from moe_comm.errors import ConfigError
+from moe_comm.kernels.wide import wide_dtype
 from moe_comm.topology import ExpertPlacement
 
 OPS = ("dispatch", "combine", "combine backward", "dispatch backward")
@@ -98,7 +99,7 @@ def way_back(deterministic: bool, dtype: torch.dtype, payloads: Payloads) -> Way
     """A sum that is to have the bits of one rank is of slots that come first, and as wide as the sum of all."""
     if not deterministic:
         return "sums"
-    wide = plain.wide_dtype(dtype) == dtype
+    wide = wide_dtype(dtype) == dtype
     narrow = any(payloads.of(op).narrows(dtype) for op in ("combine", "dispatch backward"))
     return "runs" if wide and not narrow else "slots"
 
@@ -325,7 +326,7 @@ def inter_host_bytes(
             slots.append(sum(row.count(host) for row in destinations))
             leading = (len(list(takewhile(host.__eq__, row))) for row in destinations)
             runs.append(slots[-1] - sum(max(length - 1, 0) for length in leading))
-    weight = plain.wide_dtype(dtype).itemsize
+    weight = wide_dtype(dtype).itemsize
     id_bytes = ids_dtype(experts).itemsize * (ids_WTK[0].shape[1] if len(ids_WTK) else 0)
 
     def rows(op: str, blocks: list[int]) -> int:

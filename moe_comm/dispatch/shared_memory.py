@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_comm.comm.header import Header
+from moe_comm.comm.meeting import heap_of
+from moe_comm.comm.shared_heap import SharedOptions
 from moe_comm.dispatch.base import Dispatcher, DispatchOptions, Layout
-from moe_comm.dispatch.header import Header
 from moe_comm.dispatch.native import ArrivingRows, LeavingRows, NativeRows, supported
 from moe_comm.dispatch.payload import rounded
 from moe_comm.errors import InputError, MoeCommError, RoutingError
-from moe_comm.runtime.shared import DTYPE_CODES, SharedGroup, SharedOptions
+from moe_comm.runtime.shared import DTYPE_CODES
 from moe_comm.topology import ExpertPlacement
 
 
@@ -33,10 +35,12 @@ class SharedMemoryDispatcher(Dispatcher):
         shared: SharedOptions | None = None,
     ) -> None:
         super().__init__(placement, group, rank, options)
-        self.shared = SharedGroup.of(group, shared or SharedOptions(timeout_s=self.options.timeout_s))
-        self._rows = NativeRows(
-            self.shared.communicator, self.shared.heap, placement.offsets, rank, self.options.timeout_s
-        )
+        assert self.comm is not None
+        self.shared = heap_of(self.comm, self.options.timeout_s, shared)
+        self._rows = NativeRows(self.shared.heap, placement.offsets, rank, self.comm, self.options.timeout_s)
+
+    def release(self) -> None:
+        del self.shared, self._rows
 
     def set_step(self, step: int) -> None:
         """Tell the training step, for the reports that errors carry."""

@@ -28,9 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_comm.dispatch.plain import wide_dtype
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.rms_norm import rms_norm
+from moe_comm.kernels.wide import wide_dtype
 from moe_comm.layers.collectives import channel_of, copy_to, gather_dim, group_rank, group_size, sum_over
 from moe_comm.layers.config import AttentionConfig, Context
 from moe_comm.layers.context import (

@@ -33,16 +33,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm.dispatch.channels import (
-    CollectiveOptions,
-    channel_of,
-    configure_collectives,
-    group_rank,
-    group_size,
-)
-from moe_comm.dispatch.exchange import SharedChannel
-from moe_comm.dispatch.plain import added_in_order
+from moe_comm.comm.communicator import CollectiveOptions
+from moe_comm.comm.meeting import channel_of, configure_collectives, group_rank, group_size
+from moe_comm.comm.shared_channel import SharedChannel
 from moe_comm.errors import InputError
+from moe_comm.kernels.wide import added_in_order
 
 __all__ = [
     "CollectiveOptions",

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from moe_comm.dispatch.plain import wide_dtype
 from moe_comm.errors import InputError, RankMismatch
 from moe_comm.kernels.autocast import cast_parameter, compute_dtype, without_autocast
 from moe_comm.kernels.wanted import wanted_gradients
+from moe_comm.kernels.wide import wide_dtype
 from moe_comm.layers.collectives import gather_dim, gather_values, group_rank, group_size, scatter_sum, sum_values
 
 IGNORE_INDEX = -100

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_comm.comm.channel import Channel
 from moe_comm.dispatch import Dispatcher, DispatchOptions, Layout, Traffic, make_dispatcher
 from moe_comm.dispatch.capacity import Capacity, apply_capacity
-from moe_comm.dispatch.channel import Channel
 from moe_comm.dispatch.deferred import DeferredDispatcher
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.autocast import compute_dtype

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_comm.dispatch.plain import wide_dtype
+from moe_comm.kernels.wide import wide_dtype
 from moe_comm.layers.sequence import Documents
 
 BLOCK_MIN, BLOCK_MAX = 128, 1024

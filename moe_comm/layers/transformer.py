@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_comm.dispatch.plain import wide_dtype
 from moe_comm.errors import ConfigError, InputError
+from moe_comm.kernels.wide import wide_dtype
 from moe_comm.layers.block import Tokens, TransformerBlock, materialize
 from moe_comm.layers.config import TransformerConfig
 from moe_comm.layers.embedding import VocabParallelEmbedding, VocabParallelHead

@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm.dispatch.channel import Channel
-from moe_comm.dispatch.channels import channel_of
-from moe_comm.dispatch.exchange import SharedChannel
-from moe_comm.dispatch.plain import added_in_order
+from moe_comm.comm.channel import Channel
+from moe_comm.comm.meeting import channel_of
+from moe_comm.comm.shared_channel import SharedChannel
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.autocast import without_autocast
 from moe_comm.kernels.row_invariant import TILE, row_invariant_mm
+from moe_comm.kernels.wide import added_in_order
 from moe_comm.overlap.cost import FUSED, Work
 from moe_comm.overlap.ring import Ring
 from moe_comm.overlap.store import BACKENDS, CHUNKED, SHARED, TRITON, Choice

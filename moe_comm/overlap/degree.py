@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed import ProcessGroup
 
-from moe_comm.dispatch.channels import channel_of, group_size
+from moe_comm.comm.meeting import channel_of, group_size
 from moe_comm.errors import ConfigError
 from moe_comm.overlap.cost import CHUNKS
 from moe_comm.overlap.tiles import at_least_one

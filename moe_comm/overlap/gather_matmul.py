@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from moe_comm.dispatch.channel import Channel
-from moe_comm.dispatch.channels import channel_of, group_size
+from moe_comm.comm.channel import Channel
+from moe_comm.comm.meeting import channel_of, group_size
 from moe_comm.kernels.row_invariant import row_invariant_mm
 from moe_comm.kernels.wanted import wanted_gradients
 from moe_comm.overlap.chunked import (

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe_comm.comm.channel import Coming
+from moe_comm.comm.header import describe
 from moe_comm.dispatch.base import Layout
-from moe_comm.dispatch.channel import Coming
-from moe_comm.dispatch.handshake import describe
 from moe_comm.dispatch.sums import scale_
 from moe_comm.kernels.expert_mm import align, expert_mm
 from moe_comm.kernels.wanted import wanted_gradients

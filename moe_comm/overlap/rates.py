@@ -14,8 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moe_comm.dispatch.channel import Channel
-from moe_comm.dispatch.exchange import SharedChannel
+from moe_comm.comm.channel import Channel
+from moe_comm.comm.shared_channel import SharedChannel
 from moe_comm.kernels.row_invariant import TILE, row_invariant_mm
 from moe_comm.overlap.cost import Rates
 

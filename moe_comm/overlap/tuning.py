@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import warnings
-import weakref
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
@@ -23,8 +22,9 @@ from pathlib import Path
 
 import torch
 
-from moe_comm.dispatch.channel import Channel
-from moe_comm.dispatch.handshake import digest
+from moe_comm.comm.channel import Channel
+from moe_comm.comm.communicator import communicators
+from moe_comm.comm.meeting import digest
 from moe_comm.errors import RankMismatch
 from moe_comm.overlap.cost import CHUNKS, IN_PLACE, MARGIN, Rates, Work, cheapest, predict
 from moe_comm.overlap.rates import measure_rates
@@ -59,7 +59,6 @@ class _State:
     def __init__(self) -> None:
         self.folder: Path | None = None
         self.store: Store | None = None
-        self.known: weakref.WeakKeyDictionary[Channel, _Known] = weakref.WeakKeyDictionary()
 
 
 _state = _State()
@@ -71,7 +70,8 @@ def configure_tuning(folder: Path | None = None) -> None:
     On every rank, or on none; folders may differ.
     """
     _state.folder, _state.store = folder, None
-    _state.known.clear()
+    for comm in communicators():
+        comm.forget("tuning")
 
 
 def choose(work: Works, channel: Channel, device: torch.device, backends: tuple[str, ...] = BACKENDS) -> Choice:
@@ -85,9 +85,7 @@ def choose(work: Works, channel: Channel, device: torch.device, backends: tuple[
     Raises:
         RankMismatch: ranks ask about different work.
     """
-    known = _state.known.get(channel)
-    if known is None:
-        known = _state.known[channel] = _Known()
+    known = channel.comm.keep("tuning", _Known)
     bucket = work.bucket() if isinstance(work, Work) else tuple(one.bucket() for one in work)
     key = bucket, device.type, backends
     choice = known.chosen.get(key)
@@ -98,7 +96,7 @@ def choose(work: Works, channel: Channel, device: torch.device, backends: tuple[
 
 def rates_of(channel: Channel, dtype: torch.dtype, device: torch.device) -> Rates:
     """The group's rates, measured on the first call, which is collective."""
-    known = _state.known.setdefault(channel, _Known())
+    known = channel.comm.keep("tuning", _Known)
     if (dtype, device.type) not in known.rates:
         known.rates[dtype, device.type] = measure_rates(channel, dtype, device)
     return known.rates[dtype, device.type]
@@ -106,7 +104,7 @@ def rates_of(channel: Channel, dtype: torch.dtype, device: torch.device) -> Rate
 
 def place_of(channel: Channel, rates: Rates, device: torch.device) -> Place:
     """Where this rank's measurements hold."""
-    hosts = len({process.host for process in channel.peers.processes}) if channel.peers is not None else 1
+    hosts = len(set(channel.comm.hosts))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return Place(hosts, rates.shared, torch.get_num_threads() if device.type == "cpu" else 0, name, rates.bytes_per_s)
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from moe_comm.dispatch.channels import channel_of, group_size
+from moe_comm.comm.meeting import channel_of, group_size
 from moe_comm.errors import InputError
 from moe_comm.kernels.autocast import without_autocast
 from moe_comm.kernels.row_invariant import row_invariant_mm

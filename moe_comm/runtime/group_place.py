@@ -24,7 +24,7 @@ def place_in(group: ProcessGroup | None) -> tuple[int, int]:
         _warn_if_undistributed()
         return 0, 1
     # For a process outside a new group, dist.new_group returns a number (GroupMember.NON_GROUP_MEMBER).
-    rank = dist.get_rank(group) if isinstance(group, ProcessGroup) else -1
+    rank = group.rank() if isinstance(group, ProcessGroup) else -1
     if rank < 0:
         who = f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
         raise ConfigError(

@@ -245,7 +245,7 @@ def init_ranks(device: str | None = None, timeout_s: float = 300.0) -> Iterator[
     import torch
     import torch.distributed as dist
 
-    from moe_comm.runtime import attempt, leaving
+    from moe_comm.runtime import attempt
 
     cpu_guard.apply()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -282,7 +282,6 @@ def init_ranks(device: str | None = None, timeout_s: float = 300.0) -> Iterator[
         raise
     finally:
         dist.destroy_process_group()
-        leaving.leave()
 
 
 def _device_kind(device: str | None, local_world: int) -> str:

@@ -33,3 +33,13 @@ def take(rows_RX: Tensor, index_N: Tensor) -> Tensor:
     """[N, X] the rows at ``index_N``, int64, in memory as ``warm_rows`` gives. No autograd."""
     out_NX = warm_rows(index_N.shape[0], rows_RX.shape[1], rows_RX.dtype, rows_RX.device)
     return torch.index_select(rows_RX, 0, index_N, out=out_NX)
+
+
+def as_dtype(dtype: torch.dtype, rows_RX: Tensor) -> Tensor:
+    """Return the bytes of rows [R, X] as another dtype, without a copy if the rows are contiguous.
+
+    Torch refuses to view a tensor whose last stride is not 1 even where that stride has no meaning: with no elements,
+    with one, or with one column. So the strides are set here.
+    """
+    width = rows_RX.shape[1] * rows_RX.element_size() // dtype.itemsize
+    return rows_RX.contiguous().as_strided((rows_RX.numel(),), (1,)).view(dtype).view(rows_RX.shape[0], width)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from moe_comm.dispatch import DispatchOptions, Traffic, make_dispatcher
+from moe_comm.dispatch import DispatchOptions
 from moe_comm.errors import ConfigError
 from moe_comm.layers.collectives import CollectiveOptions, configure_collectives
 from moe_comm.layers.config import TransformerConfig
@@ -99,29 +99,6 @@ def build_stages(
     ]
 
 
-def _meet_before_layers(config: TrainConfig, architecture: TransformerConfig, mesh: FoldedMesh) -> None:
-    """Have every rank make a dispatcher as the MoE layers will, whether or not its stage has one of these.
-
-    A hierarchical dispatcher makes a group of each host's ranks, once for its own group; and torch names a group by how
-    many its maker has made, so ranks that made fewer would later wait for each other under different names.
-    """
-    moe, etp, options = architecture.moe, mesh.size("etp"), _dispatch_options(config)
-    make_dispatcher(
-        moe.num_experts * etp,
-        mesh.group("etp", "ep"),
-        config.parallel.backend,
-        options=options,
-        traffic=Traffic(
-            moe.router.top_k * etp,
-            moe.hidden,
-            4,
-            options.deterministic,
-            options.payloads,
-            bool(config.parallel.overlap_chunks),
-        ),
-    ).close()
-
-
 def build(
     config: TrainConfig, architecture: TransformerConfig, mesh: FoldedMesh, peak_flops: float | None = None
 ) -> Machinery:
@@ -133,8 +110,6 @@ def build(
     if mesh.size("pp") > 1:
         check_micro_batches(config.parallel.schedule, mesh.size("pp"), config.data.micro_batches)
     configure_collectives(CollectiveOptions(timeout_s=config.parallel.timeout_s))
-    if mesh.size("pp") > 1:
-        _meet_before_layers(config, architecture, mesh)
     stages = build_stages(config, architecture, mesh)
     for stage in stages:
         leave_gradients(stage)

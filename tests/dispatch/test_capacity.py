@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from moe_comm.comm.channel import Channel
+from moe_comm.comm.meeting import communicator_of
 from moe_comm.dispatch.capacity import Capacity, apply_capacity
-from moe_comm.dispatch.channel import Channel
 from moe_comm.errors import ConfigError, InputError, MoeCommError
 from tests.pool import RankPool
 
@@ -116,7 +117,7 @@ CASES = [
 
 def decide(rank: int, world: int, _: None) -> list[tuple[Tensor, Tensor, int]]:
     """Of every case: this rank's places in the batch, its ids after the drops, and how many it dropped."""
-    channel = Channel(dist.group.WORLD, rank, world, 60.0)  # type: ignore[arg-type]
+    channel = Channel(communicator_of(dist.group.WORLD), 60.0)  # type: ignore[arg-type]
     found = []
     for seed, tokens, first, factor, policy, dtype, indexed in CASES:
         ids, weights, order = batch(seed, tokens, 2, 4, dtype)
@@ -146,7 +147,7 @@ def test_ranks_together_drop_what_one_would_wherever_the_tokens_are(pool2: RankP
 
 
 def disagree(rank: int, world: int, what: str) -> tuple[str, str]:
-    channel = Channel(dist.group.WORLD, rank, world, 60.0)  # type: ignore[arg-type]
+    channel = Channel(communicator_of(dist.group.WORLD), 60.0)  # type: ignore[arg-type]
     top_k = 3 if what == "top-k" and rank == 1 else 2
     ids, weights = torch.zeros(4, top_k, dtype=torch.int64), torch.zeros(4, top_k)
     index = None if what == "token index" and rank == 1 else torch.arange(4)

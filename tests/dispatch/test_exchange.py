@@ -14,11 +14,13 @@ from torch import Tensor
 
 pytest.importorskip("moe_comm._C", reason="the native core is not built")
 
-from moe_comm.dispatch.channel import Channel
-from moe_comm.dispatch.exchange import WHOLE_BYTES, SharedChannel
+from moe_comm.comm.channel import Channel
+from moe_comm.comm.meeting import communicator_of, heap_of
+from moe_comm.comm.shared_channel import WHOLE_BYTES, SharedChannel
+from moe_comm.comm.shared_heap import SharedOptions
 from moe_comm.dispatch.factory import make_dispatcher
 from moe_comm.errors import RankMismatch
-from moe_comm.runtime.shared import SharedGroup, SharedOptions, block
+from moe_comm.runtime.shared import block
 from tests.pool import RankPool
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
@@ -28,9 +30,10 @@ SHAPES = [(), (1,), (7,), (3, 5), (129, 67), (64, 300)]
 def _channels(rank: int, world: int) -> tuple[SharedChannel, Channel]:
     group = dist.group.WORLD
     assert group is not None
-    shared = SharedChannel(group, rank, world, 60.0)
-    shared.share(SharedGroup.of(group))
-    return shared, Channel(group, rank, world, 60.0)
+    comm = communicator_of(group)
+    shared = SharedChannel(comm, 60.0)
+    shared.share(heap_of(comm, 60.0))
+    return shared, Channel(comm, 60.0)
 
 
 def _draw(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -70,7 +73,7 @@ def _compare(rank: int, world: int, dtype: torch.dtype) -> None:
     assert torch.equal(whole, backend.all_to_all(rows, uneven[rank], received, "unequal parts"))
     group = dist.group.WORLD
     assert group is not None
-    assert SharedGroup.of(group).heap.used == 0
+    assert heap_of(communicator_of(group), 60.0).heap.used == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -118,9 +121,10 @@ def test_ranks_in_different_calls_get_one_error_each_and_go_on(pool2: RankPool) 
 def _full(rank: int, world: int, arg: Any) -> None:
     group = dist.new_group(backend="gloo")
     assert group is not None
-    made = SharedGroup(group, SharedOptions(initial_bytes=0, reserve_bytes=64 << 20))
+    comm = communicator_of(group)
+    made = heap_of(comm, 60.0, SharedOptions(initial_bytes=0, reserve_bytes=64 << 20))
     taken = block(made.heap, 1, 13 << 20, torch.float32) if rank == 1 else None  # all but 12 MB of its heap
-    shared = SharedChannel(group, rank, world, 60.0)
+    shared = SharedChannel(comm, 60.0)
     shared.share(made)
     x = _draw(rank, (world, 2 << 20), torch.bfloat16)  # sums of which gloo would round after every addition
     everyone = [_draw(r, tuple(x.shape), torch.bfloat16) for r in range(world)]

@@ -133,12 +133,12 @@ def test_a_deadline_must_be_positive(timeout_s: float) -> None:
 
 
 def chosen(rank: int, world: int, native: list[bool]) -> tuple[str, str, str, Told, Told]:
-    import moe_comm.dispatch.factory as factory
+    import moe_comm.comm.meeting as meeting
 
-    real = factory.native_is_built
-    factory.native_is_built = lambda: real() and native[rank]
+    real = meeting.native_is_built
+    meeting.native_is_built = lambda: real() and native[rank]
     try:
-        group = dist.group.WORLD
+        group = dist.new_group()
         return (
             make_dispatcher(4, group).name,
             make_dispatcher(4, group, traffic=Traffic(top_k=4)).name,
@@ -147,7 +147,7 @@ def chosen(rank: int, world: int, native: list[bool]) -> tuple[str, str, str, To
             caught(lambda: make_dispatcher(4, group, "shared_memory", device="cuda")),
         )
     finally:
-        factory.native_is_built = real
+        meeting.native_is_built = real
 
 
 def test_all_ranks_choose_alike_even_if_one_lacks_the_native_core(pool2: RankPool) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from moe_comm import errors
-from moe_comm.dispatch import header as head
-from moe_comm.dispatch.header import Header, check
+from moe_comm.comm import header as head
+from moe_comm.comm.header import Header, check
 
 GOOD = Header("dispatch", 7, 64, torch.bfloat16, 2, 8, True, "model.layers.3.mlp")
 

@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moe_comm.dispatch.hierarchical as module
+from moe_comm.comm.meeting import communicator_of, heap_of
+from moe_comm.comm.shared_heap import SharedOptions
 from moe_comm.dispatch import Payloads, make_dispatcher
 from moe_comm.dispatch.hierarchical import HierarchicalDispatcher
-from moe_comm.dispatch.inside_host import host_group
 from moe_comm.dispatch.rail import Pieces
 from moe_comm.dispatch.relay_routes import HostMap, WireBytes, inter_host_bytes
 from moe_comm.errors import HeapError
-from moe_comm.runtime.shared import SharedGroup, SharedOptions, block
+from moe_comm.runtime.shared import block
 from moe_comm.topology import ExpertPlacement
 from tests.dispatch import cases, workers
 from tests.dispatch.cases import Case
@@ -264,8 +265,8 @@ def little_memory(rank: int, world: int, operation: str) -> tuple[bool, list[str
 
     hosts = HostMap.of(two_hosts(world))
     group = dist.new_group()
-    own = host_group(group, hosts.members(hosts.host(rank)), 30.0)
-    heap = SharedGroup.of(own, SharedOptions(initial_bytes=1 << 20, reserve_bytes=8 << 20)).heap
+    own = communicator_of(communicator_of(group).part(hosts.members(hosts.host(rank)), 30.0))
+    heap = heap_of(own, 30.0, SharedOptions(initial_bytes=1 << 20, reserve_bytes=8 << 20)).heap
     case = Case("wide", tokens=600, hidden=2048, top_k=1, split="even")
     batch, experts = cases.make(case)
     dispatcher = workers.build(case, group, Job("hierarchical"), rank, world)

@@ -22,7 +22,7 @@ atexit.register(lambda: print(*threads()))  # the first to register is the last 
 import torch
 import torch.distributed as dist
 from moe_comm.dispatch import DispatchOptions
-from moe_comm.dispatch.channels import channel_of
+from moe_comm.comm.meeting import channel_of
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.dispatch.peer_to_peer import PeerToPeerDispatcher
 from moe_comm.runtime.launch import init_ranks

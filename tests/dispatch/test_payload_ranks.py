@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_comm.comm.channel import Channel
 from moe_comm.dispatch import DispatchOptions, Payloads, make_dispatcher
-from moe_comm.dispatch.channel import Channel
 from moe_comm.dispatch.payload import bytes_per_row
 from moe_comm.layers.grad_check import check_grads
 from moe_comm.layers.moe import MoEConfig, MoELayer

@@ -11,8 +11,9 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from moe_comm.dispatch.channel import Channel
-from moe_comm.dispatch.peers import Process, _stat
+from moe_comm.comm.channel import Channel
+from moe_comm.comm.communicator import unmet
+from moe_comm.comm.peers import Process, _stat
 from moe_comm.errors import PeerDied, PeerTimeout
 
 
@@ -59,7 +60,7 @@ def test_stopped_ended_and_unreaped_processes_are_told_apart() -> None:
 def test_backend_errors_become_ours_only_where_they_are_about_peers(text: str, kind: type | None) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        channel = Channel(dist.group.WORLD, 0, 1, 1.0)
+        channel = Channel(unmet(dist.group.WORLD), 1.0)
         found = channel.peer_error(text, 1.0, "dispatch (call 1)")
     finally:
         dist.destroy_process_group()

@@ -7,7 +7,8 @@ import struct
 import pytest
 import torch
 
-from moe_comm.dispatch import header, peer_access
+from moe_comm.comm import header
+from moe_comm.dispatch import peer_access
 from moe_comm.dispatch.payload import Payload
 from moe_comm.dispatch.peer_rows import Form
 from moe_comm.errors import ConfigError, MissingDependency

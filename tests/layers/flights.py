@@ -10,7 +10,7 @@ from unittest import mock
 
 from torch import Tensor, nn
 
-from moe_comm.dispatch.channel import Channel, Coming
+from moe_comm.comm.channel import Channel, Coming
 
 
 @dataclass

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moe_comm.dispatch.channels import CollectiveOptions, configure_collectives
+from moe_comm.comm.communicator import CollectiveOptions
+from moe_comm.comm.meeting import configure_collectives
 from moe_comm.errors import ConfigError, InputError, RankMismatch
 from moe_comm.layers import context, linear
 from moe_comm.layers.attention import Attention

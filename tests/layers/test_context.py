@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from moe_comm.dispatch.channel import Channel, Coming
-from moe_comm.dispatch.channels import CollectiveOptions, configure_collectives
+from moe_comm.comm.channel import Channel, Coming
+from moe_comm.comm.communicator import CollectiveOptions
+from moe_comm.comm.meeting import configure_collectives
 from moe_comm.errors import ConfigError, InputError, PeerDied, RankMismatch
 from moe_comm.layers import pieces, sequence
 from moe_comm.layers.attention import Attention

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_comm.dispatch.channels import CollectiveOptions, configure_collectives
+from moe_comm.comm.communicator import CollectiveOptions
+from moe_comm.comm.meeting import configure_collectives
 from moe_comm.overlap.chunked import Overlap
 
 BOTH = (CollectiveOptions(), CollectiveOptions(shared_memory=False, checked=True))

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_comm.dispatch.channels import CollectiveOptions, configure_collectives
+from moe_comm.comm.communicator import CollectiveOptions
+from moe_comm.comm.meeting import configure_collectives
 from moe_comm.errors import ConfigError, InputError, PeerDied, RankMismatch
 from moe_comm.overlap.chunked import RANK_BY_RANK, Overlap
 from moe_comm.overlap.gather_matmul import gather_matmul

@@ -18,8 +18,10 @@ from torch.distributed import ProcessGroup
 
 pytest.importorskip("moe_comm._C", reason="the native core is not built")
 
-from moe_comm.dispatch.channels import CollectiveOptions, channel_of, configure_collectives
-from moe_comm.dispatch.exchange import SharedChannel
+from moe_comm.comm.communicator import CollectiveOptions
+from moe_comm.comm.meeting import channel_of, communicator_of, configure_collectives, heap_of
+from moe_comm.comm.shared_channel import SharedChannel
+from moe_comm.comm.shared_heap import SharedOptions
 from moe_comm.errors import PeerDied, PeerError, PeerTimeout, RankMismatch
 from moe_comm.kernels.row_invariant import row_invariant_mm
 from moe_comm.overlap import shared
@@ -28,7 +30,7 @@ from moe_comm.overlap.gather_matmul import gather_matmul
 from moe_comm.overlap.gather_matmul import reference as gather_reference
 from moe_comm.overlap.matmul_scatter import matmul_scatter
 from moe_comm.overlap.matmul_scatter import reference as scatter_reference
-from moe_comm.runtime.shared import SharedGroup, SharedOptions, block
+from moe_comm.runtime.shared import block
 from tests.layers.reference import draw
 from tests.pool import RankPool
 
@@ -109,7 +111,7 @@ def _same(rank: int, world: int, dtype: torch.dtype) -> None:
             configure_collectives(CollectiveOptions())
     finally:
         configure_collectives(CollectiveOptions())
-    assert SharedGroup.of(group).heap.used == 0
+    assert heap_of(communicator_of(group), 60.0).heap.used == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -214,8 +216,7 @@ def test_ranks_of_which_one_alone_wants_the_weights_gradient_disagree(pool2: Ran
 
 def _full(rank: int, world: int, arg: Any) -> None:
     group = _new_group()
-    made = SharedGroup(group, SharedOptions(initial_bytes=0, reserve_bytes=64 << 20))
-    SharedGroup._made[group] = made
+    made = heap_of(communicator_of(group), 60.0, SharedOptions(initial_bytes=0, reserve_bytes=64 << 20))
     taken = block(made.heap, 1, 15 << 20, torch.float32) if rank == world - 1 else None  # all but 4 MB of its heap
     for name in OPERATORS:
         inputs = _inputs(name, rank, world, rows=30_000)

@@ -18,6 +18,8 @@ from torch.distributed import ProcessGroup
 
 pytest.importorskip("moe_comm._C", reason="the native core is not built")
 
+from moe_comm.comm.meeting import communicator_of, heap_of
+from moe_comm.comm.shared_heap import SharedOptions
 from moe_comm.dispatch import DispatchOptions
 from moe_comm.dispatch.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.base import Dispatcher
@@ -41,7 +43,7 @@ from moe_comm.overlap.dispatch_matmul import reference as dispatch_reference
 from moe_comm.overlap.matmul_combine import matmul_combine
 from moe_comm.overlap.matmul_combine import reference as combine_reference
 from moe_comm.overlap.shared_passage import SharedPassage
-from moe_comm.runtime.shared import SharedGroup, SharedOptions, block
+from moe_comm.runtime.shared import block
 from moe_comm.topology import ExpertPlacement
 from tests.layers.reference import draw
 from tests.pool import RankPool
@@ -325,7 +327,7 @@ def _full(rank: int, world: int, _: Any) -> None:
     """A rank whose heap has no room for its results."""
     group = dist.new_group(backend="gloo")
     assert group is not None
-    SharedGroup._made[group] = made = SharedGroup(group, SharedOptions(initial_bytes=0, reserve_bytes=4 << 20))
+    made = heap_of(communicator_of(group), 60.0, SharedOptions(initial_bytes=0, reserve_bytes=4 << 20))
     dispatcher = SharedMemoryDispatcher(ExpertPlacement.of(4, world), group, rank, DispatchOptions(timeout_s=60))
     ids = _routing("random", rank, 4)
     leaves = _leaves(rank, 2, ids)

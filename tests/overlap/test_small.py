@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_comm.dispatch.channels import CollectiveOptions, channel_of, configure_collectives
+from moe_comm.comm.communicator import CollectiveOptions
+from moe_comm.comm.meeting import channel_of, configure_collectives
 from moe_comm.errors import ConfigError
 from moe_comm.overlap import chunked
 from moe_comm.overlap import gather_matmul as gather

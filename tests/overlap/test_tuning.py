@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from moe_comm import cli
 from moe_comm.bench import tune
+from moe_comm.comm.communicator import CollectiveOptions
+from moe_comm.comm.meeting import channel_of, configure_collectives
 from moe_comm.dispatch.all_to_all import AllToAllDispatcher
-from moe_comm.dispatch.channels import CollectiveOptions, channel_of, configure_collectives
 from moe_comm.errors import RankMismatch
 from moe_comm.overlap import dispatch_matmul as dispatching
 from moe_comm.overlap import matmul_combine as combining

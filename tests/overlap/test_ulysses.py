@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_comm.dispatch.channel import Channel, Coming
-from moe_comm.dispatch.channels import CollectiveOptions, configure_collectives
+from moe_comm.comm.channel import Channel, Coming
+from moe_comm.comm.communicator import CollectiveOptions
+from moe_comm.comm.meeting import configure_collectives
 from moe_comm.errors import InputError, PeerDied, RankMismatch
 from moe_comm.kernels import row_invariant
 from moe_comm.overlap import ulysses

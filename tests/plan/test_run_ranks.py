@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from moe_comm.dispatch.channel import AT_ONCE_S, Channel
+from moe_comm.comm.channel import AT_ONCE_S, Channel
 from moe_comm.observe.records import SpanLine
 from moe_comm.plan.run_trace import make_run_trace
 from moe_comm.plan.whatif import what_if

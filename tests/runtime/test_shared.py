@@ -19,12 +19,13 @@ import torch.distributed as dist
 
 _C = pytest.importorskip("moe_comm._C", reason="the native core is not built")
 
+from moe_comm.comm import shared_heap as shared  # noqa: E402
+from moe_comm.comm.meeting import communicator_of, heap_of  # noqa: E402
+from moe_comm.comm.shared_heap import SEGMENT_PREFIX, SharedOptions  # noqa: E402
 from moe_comm.dispatch.base import DispatchOptions  # noqa: E402
 from moe_comm.dispatch.local import LocalDispatcher  # noqa: E402
 from moe_comm.dispatch.shared_memory import SharedMemoryDispatcher  # noqa: E402
 from moe_comm.errors import HeapError, PeerDied, PeerError, PeerTimeout, RankMismatch  # noqa: E402
-from moe_comm.runtime import shared  # noqa: E402
-from moe_comm.runtime.shared import SEGMENT_PREFIX, SharedGroup, SharedOptions  # noqa: E402
 from moe_comm.topology import ExpertPlacement  # noqa: E402
 from tests.pool import RankFailure, RankPool  # noqa: E402
 
@@ -54,7 +55,7 @@ def dispatcher(
         group or dist.group.WORLD,
         rank,
         DispatchOptions(timeout_s=timeout_s),
-        SharedOptions(timeout_s=timeout_s, **kwargs),
+        SharedOptions(**kwargs) if kwargs else None,
     )
 
 
@@ -390,7 +391,9 @@ def test_a_group_is_made_once_and_shared(pool2: RankPool) -> None:
 def made_once(rank: int, world: int, _: None) -> bool:
     group = dist.new_group()
     first = dispatcher(rank, world, group)
-    return dispatcher(rank, world, group).shared is first.shared and SharedGroup.of(group) is first.shared
+    return (
+        dispatcher(rank, world, group).shared is first.shared and heap_of(communicator_of(group), 60.0) is first.shared
+    )
 
 
 def test_a_rank_that_raises_in_between_is_not_waited_for_beyond_the_deadline() -> None:

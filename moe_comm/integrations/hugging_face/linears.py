@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from moe_comm.dispatch.handshake import meet
+from moe_comm.comm.meeting import compare
 from moe_comm.errors import ConfigError, MoeCommError, UnsupportedModel
 from moe_comm.layers.attention import Attention
 from moe_comm.layers.collectives import channel_of, gather_values, group_size
@@ -111,7 +111,7 @@ def swap_linears(model: nn.Module, group: ProcessGroup | None = None, *, vocabul
         fault = error
     if group is not None and group_size(group) > 1:
         shapes = {name: [tuple(p.shape) for p in model.get_submodule(name).parameters()] for name in (*blocks, *ends)}
-        meet(channel_of(group), group, "swap_linears", {"what can be cut": shapes}, fault=fault)
+        compare(channel_of(group), "swap_linears", {"what can be cut": shapes}, fault=fault)
     if fault is not None:
         raise fault
     for name, structure in blocks.items():

@@ -29,20 +29,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from moe_comm.comm.meeting import communicator_of
 from moe_comm.errors import ConfigError
 from moe_comm.layers.collectives import gather_values, sum_values
 from moe_comm.layers.data_parallel.audit import Audit
 from moe_comm.layers.data_parallel.expert_shard import ExpertShard, ExpertShards, is_dtensor
 from moe_comm.layers.data_parallel.optimizers import mark_parameter, watch_steps
-from moe_comm.runtime.leaving import at_leave
 
 Reduction = Literal["sum", "mean"]
 _MEANS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
 """Communication hooks of torch for DDP that average."""
-_Same = weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup | None]
-_EDP: weakref.WeakKeyDictionary[ProcessGroup, _Same] = weakref.WeakKeyDictionary()
-"""By expert-parallel group: the layers of a model share these groups, as each has threads or a communicator."""
-at_leave(_EDP.clear)
 
 
 class ExpertGradients:
@@ -126,10 +122,8 @@ class ExpertGradients:
 
         The first call for a group is collective over it.
         """
-        known = _EDP.setdefault(self.shards.group, weakref.WeakKeyDictionary())
-        if group not in known:
-            known[group] = _edp_group(self.shards.group, group)
-        return known[group]
+        comm = communicator_of(self.shards.group)  # the layers of a model share these groups: each has threads
+        return comm.keep(("edp", group), lambda: _edp_group(self.shards.group, group))
 
     def _hook(self, name: str, param: Any, hooked: bool) -> None:
         if managed_by_fsdp(param):

@@ -21,20 +21,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm.dispatch.channels import alive, channel_of, group_rank, group_size
-from moe_comm.dispatch.exchange import SharedChannel
-from moe_comm.dispatch.handshake import digest
-from moe_comm.dispatch.header import other_collective
+from moe_comm.comm.header import other_collective
+from moe_comm.comm.meeting import channel_of, communicator_of, digest, group_rank, group_size
+from moe_comm.comm.shared_channel import SharedChannel
 from moe_comm.errors import ConfigError, PeerError, PeerTimeout
 from moe_comm.gpu.blocks import ALIGN, Blocks, alone, mapped, symmetric, up
 from moe_comm.kernels.triton.device import INTERPRETED
 from moe_comm.overlap.triton.flags import CALL_SLOTS, FAULT_WORDS
-from moe_comm.runtime.leaving import at_leave
 from moe_comm.runtime.shared import host_word
 
 SMALLEST = 1 << 14
@@ -198,8 +197,8 @@ class SymmetricMemory:
             place = flag - turn.first_flag
             name = f"flag {place}, {turn.names(place)}"
         who = f"rank {rank}"
-        if self.channel is not None and self.channel.peers is not None:
-            who = self.channel.peers.describe(rank)
+        if self.channel is not None and self.channel.comm.peers is not None:
+            who = self.channel.comm.peers.describe(rank)
         self.failed = PeerTimeout(
             f"rank {self.rank} in {turn.doing} (turn {turn.number}): waited {self.timeout_s:g} s for {who} to raise "
             f"{name}; it stands at {seen} of {wanted}. That rank is dead, stuck, slow, or took another path through "
@@ -257,8 +256,7 @@ class SymmetricMemory:
         return mapped(gather, self.rank, host_word(), total, what, self._number.to_bytes(8, "little") * self.world)
 
 
-_made: dict[tuple[ProcessGroup | None, torch.device], SymmetricMemory] = {}
-at_leave(_made.clear)
+_alone = lru_cache(partial(SymmetricMemory, None))
 
 
 def memory_of(group: ProcessGroup | None, device: torch.device) -> SymmetricMemory:
@@ -268,18 +266,9 @@ def memory_of(group: ProcessGroup | None, device: torch.device) -> SymmetricMemo
         ConfigError: CPU tensors outside Triton's interpreter.
         PeerDied, PeerTimeout: a rank does not take part.
     """
-    memory = _made.get((group, device))
-    if memory is None:
-        for other in {other for other, _ in _made if other is not None and not alive(other)}:
-            forget(other)  # or what destroyed groups have mapped would stay
-        memory = _made[group, device] = SymmetricMemory(group, device)
-    return memory
-
-
-def forget(group: ProcessGroup | None) -> None:
-    """Close the memories of a group that is about to be destroyed, or whose ranks failed."""
-    for key in [key for key in _made if key[0] is group]:
-        _made.pop(key).close()
+    if group is None:
+        return _alone(device)
+    return communicator_of(group).keep(("symmetric memory", device), lambda: SymmetricMemory(group, device))
 
 
 def _power(n: int) -> int:

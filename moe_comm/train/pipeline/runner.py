@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from moe_comm.dispatch.channel import Channel
+from moe_comm.comm.channel import Channel
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.layers.collectives import channel_of
 from moe_comm.layers.interleave import StageInput
@@ -335,8 +335,7 @@ class Pipeline:
     @contextmanager
     def _explained(self, doing: str) -> Iterator[None]:
         """Errors of ours as they were raised inside a stage, and the backend's about a peer as ``PeerError``."""
-        if self._channel.failed is not None:
-            raise type(self._channel.failed)(*self._channel.failed.args)
+        self._channel.comm.check()
         begun = time.monotonic()
         try:
             yield
@@ -352,7 +351,7 @@ class Pipeline:
             found = self._channel.peer_error(message, time.monotonic() - begun, doing) if message else None
             if found is None:
                 raise
-            self._channel.failed = found
+            self._channel.comm.failed = found
             raise found from error
 
 

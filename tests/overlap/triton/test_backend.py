@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_comm.comm.communicator import CollectiveOptions
+from moe_comm.comm.meeting import configure_collectives
 from moe_comm.dispatch.all_to_all import AllToAllDispatcher
-from moe_comm.dispatch.channels import CollectiveOptions, configure_collectives
 from moe_comm.errors import ConfigError, MissingDependency
 from moe_comm.overlap import chunked, fused_experts
 from moe_comm.overlap import dispatch_matmul as dispatching

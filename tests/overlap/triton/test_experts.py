@@ -16,17 +16,17 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from moe_comm.comm.communicator import CollectiveOptions
+from moe_comm.comm.meeting import channel_of, communicator_of, configure_collectives
 from moe_comm.dispatch import plain
 from moe_comm.dispatch.all_to_all import AllToAllDispatcher, Routes
 from moe_comm.dispatch.base import DispatchOptions
-from moe_comm.dispatch.channels import CollectiveOptions, channel_of, configure_collectives
 from moe_comm.dispatch.payload import Payloads
 from moe_comm.errors import ConfigError, InputError, PeerTimeout, RankMismatch, RoutingError
 from moe_comm.overlap.ring import Ring
 from moe_comm.overlap.tiles import Cut
 from moe_comm.overlap.triton import launch
 from moe_comm.overlap.triton.experts import dispatch_matmul, matmul_combine
-from moe_comm.overlap.triton.memory import forget
 from moe_comm.overlap.triton.routes import (
     Places,
     combine_sums,
@@ -278,7 +278,7 @@ def _absent(rank: int, world: int, arg: tuple[str, bool]) -> str:
         dist.barrier()
         return said
     finally:
-        forget(group)
+        communicator_of(group).forget(("symmetric memory", torch.device("cpu")))
         configure_collectives(CollectiveOptions())
 
 

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_comm.dispatch.channels import CollectiveOptions, configure_collectives
+from moe_comm.comm.communicator import CollectiveOptions
+from moe_comm.comm.meeting import communicator_of, configure_collectives
 from tests.layers.reference import draw
 from tests.overlap.triton.common import TILES, interpreted, needs_triton, tile_product
 from tests.pool import RankPool
@@ -206,7 +207,7 @@ def _missing(rank: int, world: int, arg: tuple[str, str]) -> list[str]:
             getattr(linear, name)(x, weight, dist.group.WORLD, programs)
         except Exception as error:
             found.append(f"{type(error).__name__}: {error}")
-    interpreted("memory").forget(dist.group.WORLD)
+    communicator_of(dist.group.WORLD).forget(("symmetric memory", torch.device("cpu")))
     configure_collectives(options)
     return found
 

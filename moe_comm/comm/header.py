@@ -7,7 +7,6 @@ disagree on everything else still exchange the same number of bytes.
 
 from __future__ import annotations
 
-import weakref
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,6 @@ from threading import Lock
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed import ProcessGroup
 
 from moe_comm import errors
 
@@ -52,6 +50,11 @@ ORDINAL_MASK = 0xFFF
 COLLECTIVES = ORDINAL_MASK
 """The ordinal of a group's collectives among its dispatchers."""
 
+DESTROYED = (
+    "this process group was destroyed (dist.destroy_process_group); layers and dispatchers over it cannot be used any "
+    "more: build new ones over a new group"
+)
+
 Words = npt.NDArray[np.int64]
 
 
@@ -64,18 +67,15 @@ class GroupCalls:
 
     most_experts: of any dispatcher of the group, for handshakes of one size.
     gave_up: why this rank takes part in no operation of the group any more; empty while it does.
+    closed: the group was destroyed.
     """
 
     most_experts: int = 0
     gave_up: str = ""
+    closed: bool = False
     _made: int = 0
     _last: dict[int, int] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
-
-    @classmethod
-    def of(cls, group: ProcessGroup | None) -> GroupCalls:
-        """Return those of ``group``; without a group, new ones."""
-        return cls() if group is None else _calls.setdefault(group, cls())
 
     def add_dispatcher(self) -> int:
         """Return the number of a new dispatcher; all ranks make them in the same order."""
@@ -87,7 +87,13 @@ class GroupCalls:
         return self._last.get(ordinal & ORDINAL_MASK, 0)
 
     def next(self, ordinal: int) -> int:
-        """Count an operation and return its number."""
+        """Count an operation and return its number.
+
+        Raises:
+            ConfigError: the group was destroyed.
+        """
+        if self.closed:
+            raise errors.ConfigError(DESTROYED)
         with self._lock:
             found = self._last[ordinal & ORDINAL_MASK] = self.last(ordinal) + 1
         return found
@@ -98,9 +104,6 @@ class GroupCalls:
             for words in headers:
                 ordinal = COLLECTIVES if words[0] == OPS.index(COLLECTIVE) else int(words[7]) & ORDINAL_MASK
                 self._last[ordinal] = max(self.last(ordinal), int(words[1]))
-
-
-_calls: weakref.WeakKeyDictionary[ProcessGroup, GroupCalls] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -153,6 +156,11 @@ class Header:
             raw = text.encode()[: TEXT_WORDS * 8]
             words[TEXT_START:].view(np.uint8)[: len(raw)] = np.frombuffer(raw, np.uint8)
         return words
+
+
+def describe(header: Header) -> str:
+    """``dispatch (call 3) of layer 'moe.1'``."""
+    return f"{header.op} (call {header.seq})" + (f" of layer {header.label!r}" if header.label else "")
 
 
 def fault_word(fault: errors.MoeCommError | None, otherwise: type[errors.MoeCommError] = errors.InputError) -> int:

@@ -14,13 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _get_process_group_store  # no public way to a group's store
+from torch.distributed import Store
 
 from moe_comm.runtime.shared import host_key
 
 STORE_PATIENCE_S = 2.0
-WORDS = 3
 GAVE_UP = "gave up"
 
 
@@ -47,9 +45,6 @@ class Process:
         # 62 bits of the key, so that the word is not negative.
         return cls(int(host_key(), 16) >> 2, os.getpid(), stat[1] if stat else 0)
 
-    def words(self) -> tuple[int, int, int]:
-        return self.host, self.pid, self.started
-
     def fate(self, here: int) -> str:
         """What became of it as seen from host ``here``: ended, stopped, alive, or on another host."""
         if self.host != here:
@@ -65,10 +60,10 @@ class Process:
 class Peers:
     """The processes of a group, by rank."""
 
-    def __init__(self, processes: Sequence[Process], rank: int, group: ProcessGroup, name: str) -> None:
+    def __init__(self, processes: Sequence[Process], rank: int, store: Store, name: str) -> None:
         self.processes = tuple(processes)
         self.rank = rank
-        self._group = group
+        self._store = store
         self._name = name
         self._store_answers = True
 
@@ -95,8 +90,8 @@ class Peers:
         found: list[str] = []
 
         def look() -> None:
-            store = _get_process_group_store(self._group)
-            found.append(store.get(f"moe_comm/{GAVE_UP}").decode() if store.check([f"moe_comm/{GAVE_UP}"]) else "")
+            store = self._store
+            found.append(store.get(GAVE_UP).decode() if store.check([GAVE_UP]) else "")
 
         if self._store_answers:
             _patiently(look)
@@ -108,11 +103,10 @@ class Peers:
         found: list[list[int]] = []
 
         def look() -> None:
-            store = _get_process_group_store(self._group)
             others = [rank for rank in range(len(self.processes)) if rank != self.rank]
             end = time.monotonic() + STORE_PATIENCE_S / 2
             while True:
-                missing = [rank for rank in others if not store.check([f"moe_comm/{self._name}/{place}/{rank}"])]
+                missing = [rank for rank in others if not self._store.check([f"{self._name}/{place}/{rank}"])]
                 if time.monotonic() > end or not missing:
                     found.append(missing)
                     return
@@ -122,7 +116,7 @@ class Peers:
         return found[0] if found else []
 
     def _store_set(self, key: str, text: str) -> None:
-        _get_process_group_store(self._group).set(f"moe_comm/{key}", text)
+        self._store.set(key, text)
 
 
 def _patiently(action: Callable[[], None]) -> None:

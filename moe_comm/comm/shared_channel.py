@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from moe_comm.dispatch.channel import Channel, Coming, operation
-from moe_comm.dispatch.header import COLLECTIVE, COLLECTIVES, Header, failure, fault_word, other_collective
-from moe_comm.dispatch.plain import added_in_order
+from moe_comm.comm.channel import Channel, Coming, operation
+from moe_comm.comm.header import COLLECTIVE, COLLECTIVES, Header, failure, fault_word, other_collective
+from moe_comm.comm.shared_heap import SharedHeap
 from moe_comm.errors import HeapError
+from moe_comm.kernels.wide import added_in_order
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import moving
-from moe_comm.runtime.group_names import group_of
-from moe_comm.runtime.shared import DTYPE_CODES, SharedGroup, block, native, warm
+from moe_comm.runtime.shared import DTYPE_CODES, block, native, warm
 
 if TYPE_CHECKING:
     from moe_comm._C import Heap
@@ -42,18 +42,22 @@ class SharedChannel(Channel):
     What shared memory cannot take (other devices, unequal splits, a full /dev/shm) goes over the group's backend.
     """
 
-    _shared: SharedGroup | None = None
+    _shared: SharedHeap | None = None
     sharing = True
     """Set alike on every rank: whether to use shared memory where there is some."""
     checked = False
     """Set alike on every rank: whether ``compare`` asks the others where calls are not compared by themselves."""
 
-    def share(self, shared: SharedGroup) -> None:
+    def share(self, shared: SharedHeap) -> None:
         """Use ``shared``, which belongs to the same group. Every rank calls this at the same place."""
         self._core = native()
         self._threads = torch.get_num_threads()
         self._exchange = self._core.Exchange(shared.communicator, self._threads)
         self._shared = shared
+
+    def close(self) -> None:
+        """Let go of the shared memory."""
+        self._shared = None
 
     def compare(self, doing: str, x: Tensor) -> None:
         """Before a collective of ``x``, if ``checked``: raise ``RankMismatch`` on every rank unless all do this.
@@ -62,7 +66,7 @@ class SharedChannel(Channel):
         """
         if not self.checked or self._takes(x):
             return
-        call = self.calls.next(COLLECTIVES)
+        call = self.comm.calls.next(COLLECTIVES)
         words = torch.tensor([call, zlib.crc32(doing.encode())])
         told = self.all_gather(words.to(self.control_device), f"the check before {doing}").cpu()
         odd = [rank for rank, row in enumerate(told.tolist()) if row != told[self.rank].tolist()]
@@ -167,7 +171,7 @@ class SharedChannel(Channel):
         header, said = self._say(num_bytes, dtype, doing, offered, fault)
         rendezvous = None
         try:
-            with moving(Kind.COLLECTIVE, operation(doing), group=group_of(self._group), nbytes=num_bytes):
+            with moving(Kind.COLLECTIVE, operation(doing), group=self.comm.span_group, nbytes=num_bytes):
                 rendezvous = self._core.Rendezvous(self._shared.communicator, self._threads, *said)
             result = body(rendezvous)
             with moving(Kind.COLLECTIVE, "the end of others"):
@@ -181,7 +185,7 @@ class SharedChannel(Channel):
                 rendezvous.abandon()  # does nothing once it is finished
 
     def _takes(self, x: Tensor) -> bool:
-        return self._shared is not None and self.sharing and x.device.type == "cpu" and self.failed is None
+        return self._shared is not None and self.sharing and x.device.type == "cpu" and self.comm.failed is None
 
     def _share(self, x: Tensor, shape: Sequence[int], run: Run | None, doing: str, nbytes: int) -> Tensor | None:
         """[*shape] that ``run`` makes of the ranks' ``x``, or, without it, their sum, added up where it is offered.
@@ -198,7 +202,7 @@ class SharedChannel(Channel):
             fault = error.with_traceback(None)  # which holds ``x``
         header, said = self._say(x.nbytes, x.dtype, doing, offer, fault)
         try:
-            with moving(Kind.COLLECTIVE, operation(doing), group=group_of(self._group), nbytes=nbytes):
+            with moving(Kind.COLLECTIVE, operation(doing), group=self.comm.span_group, nbytes=nbytes):
                 if run is not None:
                     run(said, out.data_ptr())
                     return out
@@ -214,9 +218,9 @@ class SharedChannel(Channel):
     ) -> tuple[Header, tuple[Any, ...]]:
         """The next call's header, and what all calls of the native core begin with."""
         assert self._shared is not None
-        call = self.calls.next(COLLECTIVES)
-        self._shared.communicator.set_timeout(self.timeout_s)
-        header = Header(COLLECTIVE, call, num_bytes, dtype, 0, 0, False, doing, fault, calls=self.calls)
+        call = self.comm.calls.next(COLLECTIVES)
+        self.comm.limit(self.timeout_s)
+        header = Header(COLLECTIVE, call, num_bytes, dtype, 0, 0, False, doing, fault, calls=self.comm.calls)
         return header, (header.compared(), doing, fault_word(fault), str(fault or ""), offer.data_ptr(), offer.nbytes)
 
     def _no_room(self, error: Any, header: Header, instead: str) -> None:
@@ -240,7 +244,7 @@ def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return warm(1, math.prod(shape), dtype).view(tuple(shape))
 
 
-def _offer(x: Tensor, shared: SharedGroup) -> Tensor:
+def _offer(x: Tensor, shared: SharedHeap) -> Tensor:
     """A dense copy of ``x`` where peers can read it."""
     if x.dtype in DTYPE_CODES:
         return block(shared.heap, 1, x.numel(), x.dtype).view(x.shape).copy_(x)

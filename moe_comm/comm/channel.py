@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import Work
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
@@ -22,14 +23,13 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from moe_comm.dispatch.header import GroupCalls
-from moe_comm.dispatch.payload import as_dtype
-from moe_comm.dispatch.peers import Peers
 from moe_comm.errors import MoeCommError, PeerDied, PeerError, PeerTimeout
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import EVENTS, moving
-from moe_comm.runtime.group_names import group_of
-from moe_comm.runtime.memory import warm_rows
+from moe_comm.runtime.memory import as_dtype, warm_rows
+
+if TYPE_CHECKING:
+    from moe_comm.comm.communicator import Communicator
 
 SLICE_S = 0.5
 LINGER_S = 10.0
@@ -60,22 +60,15 @@ class Coming:
 
 
 class Channel:
-    """One group, its collectives, and what is known of its ranks.
+    """Collectives of a communicator's group with one timeout.
 
     After a ``PeerError`` every call raises that error again: the backend's connections are gone or hold half a
     message, so nothing that came later could be trusted.
     """
 
-    def __init__(self, group: ProcessGroup, rank: int, world: int, timeout_s: float) -> None:
-        self.rank = rank
-        self.world = world
-        self.timeout_s = timeout_s
-        self.peers: Peers | None = None
-        self.failed: PeerError | None = None
-        self.calls = GroupCalls.of(group)
-        self._group = group
-        self._backends = {device.type: group._get_backend(device).name() for device in group._device_types}
-        self._place = 0
+    def __init__(self, comm: Communicator, timeout_s: float) -> None:
+        self.comm, self.timeout_s = comm, timeout_s
+        self.rank, self.world = comm.rank, comm.world
 
     @property
     def control_device(self) -> torch.device:
@@ -85,13 +78,13 @@ class Channel:
     @property
     def rows_device(self) -> torch.device:
         """Where rows of this group most likely are: on CUDA if its backend has NCCL."""
-        return torch.device("cuda" if self._backends.get("cuda") == "nccl" else "cpu")
+        return torch.device("cuda" if self.comm.backends.get("cuda") == "nccl" else "cpu")
 
     def wire(self, device: torch.device) -> torch.device:
         """The device on which tensors from ``device`` travel."""
-        if device.type == "cuda" and self._backends.get("cuda") == "nccl":
+        if device.type == "cuda" and self.comm.backends.get("cuda") == "nccl":
             return device
-        if "cpu" in self._backends:
+        if "cpu" in self.comm.backends:
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
 
@@ -112,7 +105,7 @@ class Channel:
         options = AllgatherOptions()
         options.timeout = self._backend_timeout()
         nbytes = (self.world - 1) * sent.nbytes
-        begun = self._start(lambda: self._group._allgather_base(out, sent, options), sent.device, doing, nbytes)
+        begun = self._start(lambda: self.comm.group._allgather_base(out, sent, options), sent.device, doing, nbytes)
         shape = (self.world, *tensor.shape)
         return begun.then(lambda: out.view(-1).view(tensor.dtype).view(shape).to(tensor.device))
 
@@ -138,7 +131,7 @@ class Channel:
         options = AllToAllOptions()
         options.timeout = self._backend_timeout()
         begun = self._start(
-            lambda: self._group.alltoall_base(landing, sent, list(receive), list(send), options),
+            lambda: self.comm.group.alltoall_base(landing, sent, list(receive), list(send), options),
             sent.device,
             doing,
             (sent.shape[0] - send[self.rank]) * sent.shape[1],
@@ -159,7 +152,7 @@ class Channel:
         options = ReduceScatterOptions()
         options.timeout = self._backend_timeout()
         self._run(
-            lambda: self._group._reduce_scatter_base(out.view(-1), sent.view(-1), options),
+            lambda: self.comm.group._reduce_scatter_base(out.view(-1), sent.view(-1), options),
             sent.device,
             doing,
             (self.world - 1) * out.nbytes,
@@ -172,7 +165,7 @@ class Channel:
         options = AllreduceOptions()
         options.timeout = self._backend_timeout()
         nbytes = 2 * (self.world - 1) * out.nbytes // self.world
-        self._run(lambda: self._group.allreduce([out], options), out.device, doing, nbytes)
+        self._run(lambda: self.comm.group.allreduce([out], options), out.device, doing, nbytes)
         return out.to(tensor.device)
 
     def rotate(self, tensor: Tensor, doing: str, step: int = 1) -> Coming:
@@ -197,11 +190,8 @@ class Channel:
     def _start(self, start: Callable[[], Work], device: torch.device, doing: str, nbytes: int) -> _Begun:
         """The work that ``start`` begins, which sends ``nbytes`` to others. Waiting for it raises its errors, those of
         beginning it too."""
-        if self.failed is None and self.calls.gave_up:  # by another channel of the group
-            self.failed = PeerError(f"an earlier operation failed: {self.calls.gave_up}. This group is unusable.")
-        if self.failed is not None:
-            raise type(self.failed)(*self.failed.args)
-        self._place = place = self._place + 1
+        self.comm.check()
+        place = self.comm.next_place()
         started = time.monotonic()
         work: Work | RuntimeError
         try:
@@ -220,12 +210,12 @@ class Channel:
         started: float,
     ) -> None:
         begun = time.monotonic()
-        if self.failed is not None:
-            raise type(self.failed)(*self.failed.args)
+        if self.comm.failed is not None:
+            raise type(self.comm.failed)(*self.comm.failed.args)
         try:
             if isinstance(work, RuntimeError):
                 raise work
-            name, group = operation(doing), group_of(self._group)
+            name, group = operation(doing), self.comm.span_group
             if device.type == "cuda":
                 with EVENTS.span(Kind.COLLECTIVE, name, group=group, nbytes=nbytes):
                     work.wait()  # orders streams; the backend's watchdog holds the deadline
@@ -240,7 +230,7 @@ class Channel:
             found = self.peer_error(str(error), time.monotonic() - begun, doing, place)
             if found is None:
                 raise
-            self.failed = found
+            self.comm.failed = found
             raise found from error
 
     def _wait(self, work: Work, begun: float, doing: str, place: int) -> None:
@@ -255,42 +245,42 @@ class Channel:
                 if work.is_completed():
                     work.wait()  # raises what went wrong, or has just arrived
                     return
-            if self.peers is not None and self.peers.ended():
+            if self.comm.peers is not None and self.comm.peers.ended():
                 raise RuntimeError("connection lost: a peer's process has ended")
-            if self.peers is not None and (text := self.peers.gave_up()):
-                self.failed = PeerError(f"rank {self.rank} in {doing}: {text}. This group is unusable.")
-                raise self.failed
+            if self.comm.peers is not None and (text := self.comm.peers.gave_up()):
+                self.comm.failed = PeerError(f"rank {self.rank} in {doing}: {text}. This group is unusable.")
+                raise self.comm.failed
             if left <= 0:
                 raise RuntimeError("timed out")
-            if not noted and self.peers is not None:
-                self.peers.note(str(place), doing)
+            if not noted and self.comm.peers is not None:
+                self.comm.peers.note(str(place), doing)
                 noted = True
 
     def give_up(self, text: str) -> None:
         """Tell the other ranks that this one leaves what is in flight: they raise ``PeerError`` within a second. Over
         NCCL, where no rank looks while it waits, they do so at the deadline."""
-        if self.failed is None and not self.calls.gave_up:
-            self.calls.gave_up = text
-            if self.peers is not None:
-                self.peers.give_up(text)
+        if self.comm.failed is None and not self.comm.calls.gave_up:
+            self.comm.calls.gave_up = text
+            if self.comm.peers is not None:
+                self.comm.peers.give_up(text)
 
     def peer_error(self, message: str, waited_s: float, doing: str, place: int | None = None) -> PeerError | None:
         """Our error for the backend's ``message``; None if it is not about a peer."""
         timed_out, lost = _TIMED_OUT.search(message), _LOST.search(message)
         if not timed_out and not lost:
             return None
-        if self.peers is None:
+        if self.comm.peers is None:
             kind = PeerTimeout if timed_out else PeerDied
             return kind(f"rank {self.rank} in {doing} after {waited_s:.1f} s: {message}")
-        gone = self.peers.ended()
+        gone = self.comm.peers.ended()
         if gone:
-            who = ", ".join(self.peers.describe(rank) for rank in gone)
+            who = ", ".join(self.comm.peers.describe(rank) for rank in gone)
             return PeerDied(f"rank {self.rank} in {doing}: lost {who}. Restart the ranks; this group is unusable.")
-        where = str(self._place if place is None else place)
-        self.peers.note(where, doing)
-        silent = self.peers.silent(where)
-        gone = self.peers.ended()
-        who = ", ".join(self.peers.describe(rank) for rank in gone or silent) or "a peer that did not say"
+        where = str(self.comm.places if place is None else place)
+        self.comm.peers.note(where, doing)
+        silent = self.comm.peers.silent(where)
+        gone = self.comm.peers.ended()
+        who = ", ".join(self.comm.peers.describe(rank) for rank in gone or silent) or "a peer that did not say"
         text = f"rank {self.rank} in {doing}: waited {waited_s:.1f} s (timeout {self.timeout_s:g} s) for {who}"
         if gone or not timed_out:
             return PeerDied(f"{text}; the connection was lost ({message}). This group is unusable.")

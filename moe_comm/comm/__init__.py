@@ -1,0 +1,1 @@
+"""One communicator per process group, and the collectives without autograd that run over it."""
