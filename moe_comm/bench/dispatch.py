@@ -21,7 +21,8 @@ from moe_comm.bench.permute import Exchange, GlooExchange, Permute
 from moe_comm.bench.ranks import on_ranks, threads_per_rank
 from moe_comm.bench.settings import DISPATCH_PEERS, DispatchBench
 from moe_comm.dispatch import make_dispatcher
-from moe_comm.dispatch.base import Dispatched, Dispatcher
+from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.types import Dispatched
 from moe_comm.topology import ExpertPlacement
 
 Step = tuple[str | None, Callable[[], None]]

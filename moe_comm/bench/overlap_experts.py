@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.bench.overlap_case import Contest, Work, gradients, stepwise
 from moe_comm.dispatch.all_to_all import AllToAllDispatcher, Routes
-from moe_comm.dispatch.base import Layout
+from moe_comm.dispatch.types import Layout
 from moe_comm.kernels.expert_mm import align, expert_mm, product_into
 from moe_comm.overlap.dispatch_matmul import dispatch_matmul
 from moe_comm.overlap.matmul_combine import matmul_combine

@@ -28,10 +28,10 @@ from torch import Tensor
 from moe_comm.comm.header import Header, describe
 from moe_comm.dispatch import plain
 from moe_comm.dispatch.all_to_all import AllToAllDispatcher, Routes
-from moe_comm.dispatch.base import Layout
 from moe_comm.dispatch.group_scales import GROUP, Groups, decode_groups, encode_groups
 from moe_comm.dispatch.payload import Payload, pack, unpack
 from moe_comm.dispatch.sums import scale_
+from moe_comm.dispatch.types import Layout
 from moe_comm.kernels.wide import wide_dtype
 from moe_comm.runtime.memory import take
 

@@ -30,11 +30,12 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.header import Header, describe
 from moe_comm.dispatch import plain
-from moe_comm.dispatch.base import Dispatcher, DispatchOptions, Layout
+from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.group_scales import Groups, decode_groups, encode_groups
 from moe_comm.dispatch.handshake import Counts, Handshake, Words
 from moe_comm.dispatch.payload import Payload, pack, unpack
 from moe_comm.dispatch.sums import scale_, take, weighted_sum
+from moe_comm.dispatch.types import DispatchOptions, Layout
 from moe_comm.errors import RoutingError
 from moe_comm.topology import ExpertPlacement
 

@@ -2,7 +2,7 @@
 
     x_TD, ids_TK ──dispatch──▶ rows_RD (this rank's experts, expert-major) ──experts──▶ rows_RD ──combine──▶ y_TD
 
-A backend provides three primitives without autograd; ``dispatch/autograd.py`` joins them:
+A backend provides three primitives without autograd; the functions below the class join them:
 
     _send    dispatch forward:  each routed row to its place at the owner of its expert
     _sum     combine forward (weighted) and dispatch backward (unweighted): K rows of a token, in slot order
@@ -11,27 +11,28 @@ A backend provides three primitives without autograd; ``dispatch/autograd.py`` j
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import cached_property
 from itertools import count
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import _StopRecomputationError  # no public name
 
 from moe_comm.comm.header import DTYPES, GroupCalls, Header
 from moe_comm.comm.meeting import communicator_of
-from moe_comm.dispatch.checksums import Damage
-from moe_comm.dispatch.payload import AS_THEY_ARE, Payloads
-from moe_comm.dispatch.peer_options import PeerToPeerOptions
+from moe_comm.dispatch.checksums import Damage, claim
+from moe_comm.dispatch.group_scales import rounded_in_groups
+from moe_comm.dispatch.moved import put_layout, rows_moved
+from moe_comm.dispatch.payload import rounded
+from moe_comm.dispatch.types import DROPPED, Dispatched, DispatchOptions, Layout, routing_error
 from moe_comm.errors import (
-    ConfigError,
     InputError,
     MoeCommError,
     PeerRaised,
@@ -43,79 +44,6 @@ from moe_comm.topology import ExpertPlacement
 
 MESSAGE_CHARS = 160
 """Of an exception's text, what other ranks are told: it travels in a header."""
-DROPPED = -1
-"""Expert id of a slot that goes to no expert and adds nothing to the output."""
-INVALID_LOGITS = -2
-"""Expert id by which a router marks a token whose logits are NaN or all -Inf; dispatch raises on every rank."""
-
-
-@dataclass(frozen=True)
-class DispatchOptions:
-    """How operations wait and check.
-
-    timeout_s: seconds to wait for a peer that lives but does not arrive before ``PeerTimeout``.
-    deterministic: the bits of the results do not depend on the number of ranks; False allows a backend to
-        sum partial results in another order where that moves fewer bytes.
-    checked: compare headers before every operation; where False, only in dispatch.
-    payloads: what rows look like while they travel, by direction; rounding is the same with every backend, so that
-        bits still do not depend on the number of ranks. Only backends that send rows move fewer bytes:
-        ``local`` and ``shared_memory`` read rows where they lie.
-    peer_to_peer: what only that backend has.
-    checksums: compare the rows that dispatch brings with what was sent; see ``checksums.py``. Costs a pass over tokens
-        and rows, and an exchange of 16 bytes an expert.
-    """
-
-    timeout_s: float = 300.0
-    deterministic: bool = True
-    checked: bool = True
-    payloads: Payloads = AS_THEY_ARE
-    peer_to_peer: PeerToPeerOptions = field(default_factory=PeerToPeerOptions)
-    checksums: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 < self.timeout_s < math.inf:
-            raise ConfigError(f"timeout_s must be a positive, finite number of seconds; got {self.timeout_s}")
-        if not isinstance(self.payloads, Payloads):
-            raise ConfigError(f"payloads must be a Payloads, a choice for each direction; got {self.payloads!r}")
-        if self.deterministic and not self.payloads.invariant:
-            raise ConfigError(
-                "with fp8 scales per group of rows the bits depend on the number of ranks; use fp8_block for "
-                "gradients, or DispatchOptions(deterministic=False)"
-            )
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where one dispatch put the rows; ``combine`` and both backward passes need it.
-
-    rows_per_expert: rows of each local expert, in order of expert id; they stand one after another in rows_RD.
-    num_dropped: slots of this rank's tokens with id -1.
-    state: private to the backend that made the layout.
-    call: number of the dispatch call, by which ranks notice that they combine different ones.
-    maker: which of this process's dispatchers made it; ``combine`` of any other one raises.
-    """
-
-    num_tokens: int
-    top_k: int
-    hidden: int
-    dtype: torch.dtype
-    device: torch.device
-    rows_per_expert: tuple[int, ...]
-    num_rows: int
-    num_dropped: int
-    label: str
-    state: Any = field(repr=False)
-    call: int = 0
-    maker: int = 0
-
-
-@dataclass(frozen=True)
-class Dispatched:
-    """``rows_RD``: the rows for this rank's experts, by (expert, source rank, token, slot)."""
-
-    rows_RD: Tensor
-    layout: Layout
-
 
 _makers = count(1)
 
@@ -191,8 +119,6 @@ class Dispatcher(ABC):
             PeerDied, PeerTimeout: a rank is gone, or did not call in time.
             CorruptPayload: on every rank, of the rows of an earlier dispatch, with ``DispatchOptions.checksums``.
         """
-        from moe_comm.dispatch.autograd import dispatch
-
         return dispatch(self, x_TD, ids_TK, label)
 
     def combine(self, rows_RD: Tensor, weights_TK: Tensor, layout: Layout) -> Tensor:
@@ -210,8 +136,6 @@ class Dispatcher(ABC):
         Raises:
             CorruptPayload: as ``dispatch``, if operations are checked.
         """
-        from moe_comm.dispatch.autograd import combine
-
         return combine(self, rows_RD, weights_TK, layout)
 
     def empty_rows(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -298,7 +222,7 @@ class Dispatcher(ABC):
     def _leave_behind(self, text: str) -> None:  # noqa: B027 - only what waits for torch.distributed has others to tell
         """Tell the other ranks that this one does not go on, where they cannot meet it."""
 
-    # --- for autograd.py and the backends ---
+    # --- for the functions below and the backends ---
 
     def header(self, op: str, layout: Layout, requires_grad: bool) -> Header:
         """The next handshake for ``op`` on rows laid out by ``layout``."""
@@ -371,39 +295,132 @@ class Dispatcher(ABC):
         """``rows_RD`` None: the weights need no gradient."""
 
 
-def routing_error(ids_TK: Tensor, num_experts: int) -> RoutingError:
-    """The error for the first bad id of ``ids_TK``."""
-    bad = ((ids_TK < DROPPED) | (ids_TK >= num_experts)).nonzero()
-    token, slot = (int(v) for v in bad[0])
-    value = int(ids_TK[token, slot])
-    if value == INVALID_LOGITS:
-        return RoutingError(
-            f"router logits of token {token} are NaN or all -Inf (first of {len(bad[:, 0].unique())} such tokens)"
+def _carried(dispatcher: Dispatcher, rows_RD: Tensor, header: Header) -> Tensor:
+    """``rows_RD`` as the backend takes them: rounded already if it moves them in place. Gradients pass straight."""
+    if dispatcher.packs or header.fault is not None:
+        return rows_RD
+    payload = dispatcher.options.payloads.of(header.op)
+    return rounded_in_groups(rows_RD, payload) if payload.scales == "group" else rounded(rows_RD, payload)
+
+
+class _Dispatch(torch.autograd.Function):
+    """Rows that have been dispatched, as a function of the tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, rows_RD: Tensor, dispatcher: Dispatcher, layout: Layout) -> Tensor:
+        ctx.dispatcher, ctx.layout = dispatcher, layout
+        return rows_RD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
+        header = ctx.dispatcher.header("dispatch backward", ctx.layout, False)
+        grad_RD = _carried(ctx.dispatcher, grad_RD, header)
+        with rows_moved(ctx.dispatcher, header.op, ctx.layout.label, ctx.layout):
+            return ctx.dispatcher._sum(grad_RD, None, ctx.layout, header), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows_RD: Tensor, weights_TK: Tensor, dispatcher: Dispatcher, layout: Layout, grad: bool
+    ) -> Tensor:
+        header = dispatcher.header("combine", layout, grad)
+        wide_TK = weights_TK.to(torch.promote_types(rows_RD.dtype, torch.float32))
+        carried_RD = _carried(dispatcher, rows_RD, header)
+        with rows_moved(dispatcher, header.op, layout.label, layout):
+            y_TD = dispatcher._sum(carried_RD, wide_TK, layout, header)
+        # Peers read the saved rows again in backward, in place.
+        ctx.save_for_backward(rows_RD, wide_TK)
+        ctx.dispatcher, ctx.layout, ctx.weights_dtype = dispatcher, layout, weights_TK.dtype
+        return y_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        rows_RD, weights_TK = ctx.saved_tensors
+        header = ctx.dispatcher.header("combine backward", ctx.layout, ctx.needs_input_grad[1])
+        rows = rows_RD if ctx.needs_input_grad[1] else None
+        grad_TD = _carried(ctx.dispatcher, grad_TD, header)
+        with rows_moved(ctx.dispatcher, header.op, ctx.layout.label, ctx.layout):
+            grad_rows_RD, grad_TK = ctx.dispatcher._spread(grad_TD, rows, weights_TK, ctx.layout, header)
+        return grad_rows_RD, None if grad_TK is None else grad_TK.to(ctx.weights_dtype), None, None, None
+
+
+def dispatch(dispatcher: Dispatcher, x_TD: Tensor, ids_TK: Tensor, label: str) -> Dispatched:
+    """Differentiable dispatch; see ``Dispatcher.dispatch``."""
+    header = dispatcher.dispatch_header(x_TD, ids_TK, label)
+    tokens_TD = x_TD.detach()
+    with rows_moved(dispatcher, "dispatch", label) as span:
+        rows_RD, layout = dispatcher._send(_carried(dispatcher, tokens_TD, header), ids_TK, header)
+        if dispatcher.options.checksums:
+            claimed = claim(dispatcher, tokens_TD, ids_TK, header)
+            if claimed is not None:
+                claimed.check(rows_RD)
+        put_layout(span, dispatcher, layout)
+    return joined(dispatcher, x_TD, rows_RD, layout)
+
+
+def joined(dispatcher: Dispatcher, x_TD: Tensor, rows_RD: Tensor, layout: Layout) -> Dispatched:
+    """The dispatch of ``x_TD`` that gave ``rows_RD``, differentiable: its backward pass is a combine."""
+    if torch.is_grad_enabled() and x_TD.requires_grad:
+        rows_RD = _Dispatch.apply(x_TD, rows_RD, dispatcher, layout)
+    return Dispatched(rows_RD, layout)
+
+
+Send = Callable[[Tensor], tuple[Tensor, Layout]]
+"""Tokens to the rows of this rank's experts, without autograd."""
+
+
+def dispatch_by(
+    dispatcher: Dispatcher, x_TD: Tensor, send: Send, label: str = "", *, counted: bool = True
+) -> Dispatched:
+    """Differentiable dispatch by a primitive of the backend, which takes rows in the payload that it moves.
+
+    Args:
+        label: name of the layer. counted: whether its span is a call of the group; False where the call has its own.
+    """
+    with rows_moved(dispatcher, "dispatch", label, counted=counted) as span:
+        rows_RD, layout = send(x_TD.detach())
+        put_layout(span, dispatcher, layout)
+    return joined(dispatcher, x_TD, rows_RD, layout)
+
+
+def _combine_fault(dispatcher: Dispatcher, rows_RD: Tensor, weights_TK: Tensor, layout: Layout) -> MoeCommError | None:
+    if layout.maker != dispatcher.maker:
+        return InputError(
+            f"this layout, of call {layout.call}, was made by another dispatcher; combine with the one that dispatched"
         )
-    return RoutingError(
-        f"expert id {value} of token {token}, slot {slot} is outside 0..{num_experts - 1} (-1 drops a slot); "
-        f"{len(bad)} bad ids"
-    )
+    if tuple(rows_RD.shape) != (layout.num_rows, layout.hidden) or rows_RD.dtype != layout.dtype:
+        return InputError(
+            f"combine needs rows [{layout.num_rows}, {layout.hidden}] {layout.dtype}, as dispatch gave them; "
+            f"got {tuple(rows_RD.shape)} {rows_RD.dtype}"
+        )
+    if tuple(weights_TK.shape) != (layout.num_tokens, layout.top_k):
+        return InputError(f"combine needs weights [{layout.num_tokens}, {layout.top_k}]; got {tuple(weights_TK.shape)}")
+    if rows_RD.device != layout.device or weights_TK.device != layout.device:
+        return InputError(
+            f"combine needs rows and weights on {layout.device}, where dispatch was called; "
+            f"got rows on {rows_RD.device} and weights on {weights_TK.device}"
+        )
+    # Without a handshake the others would not hear of it: it waits for the next dispatch.
+    return dispatcher.damage.fault() if dispatcher.handshakes else None
 
 
-def peers_routing_error(rank: int, bad: int, first: int, value: int, top_k: int, num_experts: int) -> RoutingError:
-    """The error for the ids of another rank, of which it told how many are bad, and slot and value of the first."""
-    token, slot = divmod(first, top_k)
-    if value == INVALID_LOGITS:
-        return RoutingError(f"rank {rank}: router logits of token {token} are NaN or all -Inf")
-    return RoutingError(
-        f"rank {rank}: expert id {value} of token {token}, slot {slot} is outside 0..{num_experts - 1} "
-        f"(-1 drops a slot); {bad} bad ids"
-    )
-
-
-__all__ = [
-    "DROPPED",
-    "INVALID_LOGITS",
-    "DispatchOptions",
-    "Dispatched",
-    "Dispatcher",
-    "Layout",
-    "peers_routing_error",
-    "routing_error",
-]
+def combine(dispatcher: Dispatcher, rows_RD: Tensor, weights_TK: Tensor, layout: Layout) -> Tensor:
+    """Differentiable combine; see ``Dispatcher.combine``."""
+    fault = _combine_fault(dispatcher, rows_RD, weights_TK, layout)
+    if fault is not None:
+        if dispatcher.handshakes:
+            # A handshake that holds the fault, so that every rank raises it; no backend's _send goes further.
+            header = replace(dispatcher.header("combine", layout, False), fault=fault)
+            dispatcher._send(rows_RD.detach(), weights_TK.detach(), header)
+        raise fault
+    grad = torch.is_grad_enabled() and (rows_RD.requires_grad or weights_TK.requires_grad)
+    if not grad:
+        wide_TK = weights_TK.detach().to(torch.promote_types(rows_RD.dtype, torch.float32))
+        header = dispatcher.header("combine", layout, False)
+        rows_RD = _carried(dispatcher, rows_RD.detach(), header)
+        with rows_moved(dispatcher, header.op, layout.label, layout):
+            return dispatcher._sum(rows_RD, wide_TK, layout, header)
+    return _Combine.apply(rows_RD, weights_TK, dispatcher, layout, grad)  # type: ignore[no-any-return]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.comm.channel import Channel
-from moe_comm.dispatch.base import DROPPED
+from moe_comm.dispatch.types import DROPPED
 from moe_comm.errors import ConfigError, InputError, RankMismatch
 
 Policy = Literal["position", "probability"]

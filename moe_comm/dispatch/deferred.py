@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_comm.comm.header import Header
-from moe_comm.dispatch.base import Dispatcher, DispatchOptions, Layout
+from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.types import DispatchOptions, Layout
 from moe_comm.errors import ConfigError
 from moe_comm.topology import ExpertPlacement
 

@@ -11,11 +11,12 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.meeting import communicator_of, compare
-from moe_comm.dispatch.base import Dispatcher, DispatchOptions
+from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.choice import Choice, GroupFacts, Traffic, choose
 from moe_comm.dispatch.local import LocalDispatcher
 from moe_comm.dispatch.peer_access import access_word, device_word, problem_of
 from moe_comm.dispatch.relay_routes import HostMap
+from moe_comm.dispatch.types import DispatchOptions
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.runtime.group_place import place_in
 from moe_comm.runtime.shared import native_is_built

@@ -41,7 +41,7 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.header import Header, describe
 from moe_comm.comm.meeting import compare
-from moe_comm.dispatch.base import Dispatcher, DispatchOptions, Layout
+from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.group_scales import Groups, decode_groups, encode_groups, rounded_in_groups
 from moe_comm.dispatch.handshake import Counts, Handshake, settings_of
 from moe_comm.dispatch.inside_host import InsideHost, InsideLayout
@@ -58,6 +58,7 @@ from moe_comm.dispatch.relay_routes import (
     way_back,
 )
 from moe_comm.dispatch.sums import weighted_sum
+from moe_comm.dispatch.types import DispatchOptions, Layout
 from moe_comm.errors import ConfigError, PeerError, RoutingError
 from moe_comm.runtime.memory import take, warm_rows
 from moe_comm.topology import ExpertPlacement

@@ -19,10 +19,11 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.communicator import Communicator
 from moe_comm.comm.header import Header
 from moe_comm.dispatch.all_to_all import AllToAllDispatcher
-from moe_comm.dispatch.base import Dispatcher, DispatchOptions, Layout
+from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.local import LocalDispatcher
 from moe_comm.dispatch.native import supported
 from moe_comm.dispatch.relay_routes import HostMap
+from moe_comm.dispatch.types import DispatchOptions, Layout
 from moe_comm.errors import HeapError, PeerError
 from moe_comm.runtime.shared import native_is_built
 from moe_comm.topology import ExpertPlacement

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from moe_comm.comm.header import Header, check
 from moe_comm.dispatch import plain, sums
-from moe_comm.dispatch.base import Dispatcher, Layout, routing_error
+from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.types import Layout, routing_error
 from moe_comm.errors import RoutingError
 
 

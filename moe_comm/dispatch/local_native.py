@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_comm.comm.header import Header
-from moe_comm.dispatch.base import DispatchOptions, Layout
 from moe_comm.dispatch.local import LocalDispatcher
 from moe_comm.dispatch.native import NativeRows, supported
+from moe_comm.dispatch.types import DispatchOptions, Layout
 from moe_comm.runtime.shared import DTYPE_CODES, native, private_heap
 from moe_comm.topology import ExpertPlacement
 

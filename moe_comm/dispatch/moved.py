@@ -10,7 +10,8 @@ from moe_comm.runtime.event_layout import NO_NAME, Kind
 from moe_comm.runtime.events import EVENTS, Open, moving
 
 if TYPE_CHECKING:
-    from moe_comm.dispatch.base import Dispatcher, Layout
+    from moe_comm.dispatch.base import Dispatcher
+    from moe_comm.dispatch.types import Layout
 
 KINDS = {
     "dispatch": Kind.DISPATCH,

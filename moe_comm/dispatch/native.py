@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_comm.comm.communicator import Communicator
 from moe_comm.comm.header import Header, failure, fault_word
-from moe_comm.dispatch.base import Layout
+from moe_comm.dispatch.types import Layout
 from moe_comm.errors import MoeCommError, RoutingError, mark_known
 from moe_comm.runtime.shared import DTYPE_CODES, block, native, warm
 

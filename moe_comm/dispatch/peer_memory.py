@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.header import Header, describe, failure
 from moe_comm.comm.peers import Peers
-from moe_comm.dispatch.base import peers_routing_error, routing_error
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
+from moe_comm.dispatch.types import peers_routing_error, routing_error
 from moe_comm.errors import ConfigError, HeapError, MoeCommError, PeerDied, PeerError, PeerTimeout
 from moe_comm.gpu.blocks import Blocks, alone, mapped, symmetric
 from moe_comm.gpu.launch import Launcher

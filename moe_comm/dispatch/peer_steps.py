@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.header import Header, fault_word
 from moe_comm.comm.meeting import compare
-from moe_comm.dispatch.base import Dispatcher, DispatchOptions, Layout
+from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.group_scales import rounded_in_groups
 from moe_comm.dispatch.handshake import settings_of
 from moe_comm.dispatch.payload import rounded
@@ -22,6 +22,7 @@ from moe_comm.dispatch.peer_access import launcher_for
 from moe_comm.dispatch.peer_memory import PeerMemory, peer_memory
 from moe_comm.dispatch.peer_rows import Form, check_room, move_rows, place, readable
 from moe_comm.dispatch.peer_streams import Lane
+from moe_comm.dispatch.types import DispatchOptions, Layout
 from moe_comm.errors import ConfigError, HeapError, InputError, MoeCommError, RoutingError, mark_known
 from moe_comm.gpu.blocks import Blocks
 from moe_comm.gpu.heap import capturing

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from moe_comm.comm.header import Header, describe
-from moe_comm.dispatch.autograd import dispatch_by
-from moe_comm.dispatch.base import Dispatched, Layout
+from moe_comm.dispatch.base import dispatch_by
 from moe_comm.dispatch.peer_few import Buffers, FewSent, make_buffers, send_few, sum_few
 from moe_comm.dispatch.peer_rows import Form, move_rows
 from moe_comm.dispatch.peer_steps import PeerSteps, dense
 from moe_comm.dispatch.peer_streams import record_stream
+from moe_comm.dispatch.types import Dispatched, Layout
 from moe_comm.errors import ConfigError, HeapError, InputError
 from moe_comm.gpu.heap import capturing
 from moe_comm.gpu.protocol import NOWHERE, Offer

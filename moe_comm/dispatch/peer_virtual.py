@@ -16,10 +16,10 @@ from typing import TypeVar
 
 import torch
 
-from moe_comm.dispatch.base import DispatchOptions
 from moe_comm.dispatch.peer_access import launcher_for
 from moe_comm.dispatch.peer_memory import HEAP_BYTES
 from moe_comm.dispatch.peer_to_peer import PeerToPeerDispatcher
+from moe_comm.dispatch.types import DispatchOptions
 from moe_comm.gpu.blocks import together
 from moe_comm.gpu.protocol import Shape, blocks_bytes
 from moe_comm.topology import ExpertPlacement

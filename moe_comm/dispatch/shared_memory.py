@@ -13,9 +13,10 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.header import Header
 from moe_comm.comm.meeting import heap_of
 from moe_comm.comm.shared_heap import SharedOptions
-from moe_comm.dispatch.base import Dispatcher, DispatchOptions, Layout
+from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.native import ArrivingRows, LeavingRows, NativeRows, supported
 from moe_comm.dispatch.payload import rounded
+from moe_comm.dispatch.types import DispatchOptions, Layout
 from moe_comm.errors import InputError, MoeCommError, RoutingError
 from moe_comm.runtime.shared import DTYPE_CODES
 from moe_comm.topology import ExpertPlacement

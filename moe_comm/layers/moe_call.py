@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from moe_comm.dispatch.all_to_all import AllToAllDispatcher
-from moe_comm.dispatch.base import Dispatched, Dispatcher, Layout
+from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.types import Dispatched, Layout
 from moe_comm.kernels.autocast import compute_dtype
 from moe_comm.layers.collectives import group_size
 from moe_comm.layers.data_parallel.attach import gradients_of

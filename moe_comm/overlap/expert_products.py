@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe_comm.dispatch.base import Dispatcher, Layout
+from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.types import Layout
 from moe_comm.errors import InputError
 from moe_comm.kernels.expert_mm import align, expert_mm, product_into
 from moe_comm.kernels.wanted import wanted_gradients

@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from moe_comm.comm.channel import Coming
 from moe_comm.dispatch.all_to_all import AllToAllDispatcher
-from moe_comm.dispatch.base import Layout
+from moe_comm.dispatch.types import Layout
 from moe_comm.errors import InputError
 from moe_comm.kernels.activations import Activation
 from moe_comm.kernels.expert_mm import align, each_expert, expert_mm

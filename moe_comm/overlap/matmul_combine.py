@@ -22,8 +22,8 @@ from torch.autograd.function import once_differentiable
 
 from moe_comm.comm.channel import Coming
 from moe_comm.comm.header import describe
-from moe_comm.dispatch.base import Layout
 from moe_comm.dispatch.sums import scale_
+from moe_comm.dispatch.types import Layout
 from moe_comm.kernels.expert_mm import align, expert_mm
 from moe_comm.kernels.wanted import wanted_gradients
 from moe_comm.overlap.crossing import Piece

@@ -22,12 +22,12 @@ from torch import Tensor
 from moe_comm.comm.channel import Coming
 from moe_comm.comm.header import Header, describe
 from moe_comm.dispatch.all_to_all import AllToAllDispatcher, Routes, to_slots
-from moe_comm.dispatch.autograd import dispatch_by
-from moe_comm.dispatch.base import Dispatched, Dispatcher, Layout
+from moe_comm.dispatch.base import Dispatcher, dispatch_by
 from moe_comm.dispatch.checksums import Claim, claim
 from moe_comm.dispatch.moved import KINDS, put_layout, rows_moved, sent
 from moe_comm.dispatch.payload import bytes_per_row, pack, unpack
 from moe_comm.dispatch.sums import weighted_sum
+from moe_comm.dispatch.types import Dispatched, Layout
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.cost import DIRECTIONS, Work

@@ -27,12 +27,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_comm.dispatch.autograd import dispatch_by
-from moe_comm.dispatch.base import Dispatched, Layout
+from moe_comm.dispatch.base import dispatch_by
 from moe_comm.dispatch.moved import put_layout, rows_moved
 from moe_comm.dispatch.native import ArrivingRows
 from moe_comm.dispatch.payload import rounded
 from moe_comm.dispatch.shared_memory import SharedMemoryDispatcher
+from moe_comm.dispatch.types import Dispatched, Layout
 from moe_comm.errors import ConfigError, HeapError, MoeCommError
 from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.crossing import Piece, merged, pieces_by_source, travelling_rows

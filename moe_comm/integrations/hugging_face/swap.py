@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from moe_comm.dispatch import Dispatcher, DispatchOptions, Traffic, make_dispatcher
-from moe_comm.dispatch.base import INVALID_LOGITS
+from moe_comm.dispatch.types import INVALID_LOGITS
 from moe_comm.errors import ConfigError, UnsupportedModel
 from moe_comm.integrations.hugging_face.compute import expert_input, mlp_weights
 from moe_comm.integrations.hugging_face.families import ExpertsLayout, find_experts

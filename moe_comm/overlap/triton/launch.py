@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.dispatch.all_to_all import AllToAllDispatcher
-from moe_comm.dispatch.base import Layout
+from moe_comm.dispatch.types import Layout
 from moe_comm.errors import MoeCommError
 from moe_comm.gpu.blocks import ALIGN
 from moe_comm.overlap.tiles import Cut, Ints
