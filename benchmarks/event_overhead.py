@@ -25,7 +25,7 @@ from moe_comm.runtime.event_reader import read_state
 from moe_comm.runtime.events import EVENTS
 from moe_comm.runtime.launch import init_ranks, launch
 from moe_comm.train.config import load
-from moe_comm.train.recording import Recording
+from moe_comm.train.loop.recording import Recording
 
 
 def measure(config: str, overrides: list[str], rounds: int, every: int) -> dict[str, Any]:

@@ -200,7 +200,7 @@ def test_every_configuration_key_is_in_the_table_with_its_default() -> None:
 
 def test_every_ready_configuration_is_in_the_table_with_its_mapping() -> None:
     config = pytest.importorskip("moe_comm.train.config")
-    build = pytest.importorskip("moe_comm.train.build")
+    build = pytest.importorskip("moe_comm.train.loop.build")
     from moe_comm.layers.flops import count_model
 
     rows = re.findall(r"^\| `([\w-]+)` \| (\d+) \| ([^|]*) \| ([\d.]+) ([MB]) \|", TRAINING, re.MULTILINE)

@@ -14,14 +14,14 @@ from torch.distributed.tensor import DTensor
 from moe_comm.layers.load import moe_layers
 from moe_comm.layers.shard import shardings_of
 from moe_comm.topology import Box, FoldedMesh, Sharding
-from moe_comm.train.build import architecture_of, build
 from moe_comm.train.config import TrainConfig
-from moe_comm.train.corpus import Corpus
-from moe_comm.train.feed import CorpusFeed
-from moe_comm.train.job import open_corpus
+from moe_comm.train.data import Corpus
+from moe_comm.train.loop.build import architecture_of, build
+from moe_comm.train.loop.feed import CorpusFeed
+from moe_comm.train.loop.job import open_corpus
+from moe_comm.train.loop.trainer import Trainer
 from moe_comm.train.parallel.owned import named
 from moe_comm.train.ranks import Ranks
-from moe_comm.train.trainer import Trainer
 
 Parts = dict[str, tuple[tuple[int, ...], list[tuple[Box, Tensor]]]]
 """By a tensor's name in the whole model: its whole shape, and pieces with their places in it."""

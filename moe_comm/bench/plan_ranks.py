@@ -27,12 +27,12 @@ from moe_comm.bench.plan_settings import Case, PlanBench
 from moe_comm.runtime.launch import init_ranks, launch
 from moe_comm.topology import FoldedMesh
 from moe_comm.train import config as configuration
-from moe_comm.train.build import architecture_of, build
-from moe_comm.train.feed import CorpusFeed
-from moe_comm.train.job import open_corpus
+from moe_comm.train.loop.build import architecture_of, build
+from moe_comm.train.loop.feed import CorpusFeed
+from moe_comm.train.loop.job import open_corpus
+from moe_comm.train.loop.trainer import Trainer
 from moe_comm.train.metrics import StepReport
 from moe_comm.train.ranks import Ranks
-from moe_comm.train.trainer import Trainer
 
 TIMEOUT_S = 600.0
 

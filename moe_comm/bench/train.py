@@ -31,8 +31,8 @@ from moe_comm.layers.flops import count_model
 from moe_comm.layers.initialize import initialize
 from moe_comm.runtime.gemm import gemm_flops
 from moe_comm.train import config as configuration
-from moe_comm.train.build import architecture_of, build_stages
-from moe_comm.train.job import open_corpus
+from moe_comm.train.loop.build import architecture_of, build_stages
+from moe_comm.train.loop.job import open_corpus
 from moe_comm.train.metrics import StepTimes
 from moe_comm.train.ranks import Ranks
 

@@ -11,8 +11,8 @@ from moe_comm.bench.train_settings import TrainBench
 from moe_comm.layers.config import TransformerConfig
 from moe_comm.topology import FoldedMesh, ParallelConfig
 from moe_comm.train.config import TrainConfig
-from moe_comm.train.corpus import Corpus
-from moe_comm.train.feed import CorpusFeed
+from moe_comm.train.data import Corpus
+from moe_comm.train.loop.feed import CorpusFeed
 from moe_comm.train.ranks import Ranks
 
 

@@ -7,10 +7,10 @@ from contextlib import ExitStack
 from moe_comm.bench.train_contestant import AloneMesh, Setting, TrainContestant
 from moe_comm.bench.train_settings import TrainBench
 from moe_comm.topology import FoldedMesh
-from moe_comm.train.build import build
+from moe_comm.train.loop.build import build
+from moe_comm.train.loop.trainer import Trainer
 from moe_comm.train.metrics import StepReport
 from moe_comm.train.ranks import Ranks
-from moe_comm.train.trainer import Trainer
 
 
 class Ours(TrainContestant):

@@ -17,7 +17,7 @@ WORDS = ("no", "auto")
 """What ``--resume`` takes beside a path."""
 MOST_SKIPPED = 20
 """Files that ``data`` lists for each source."""
-LOADED = ("torch", "moe_comm.train.job", "moe_comm.train.inject", "torch.utils.tensorboard")
+LOADED = ("torch", "moe_comm.train.loop.job", "moe_comm.train.resilience.inject", "torch.utils.tensorboard")
 """What takes a rank seconds to load, and is loaded once for all where ranks may be started again."""
 
 
@@ -55,7 +55,7 @@ def train(
     found = configuration.load(config, changes)
     check_faults(found)
     if found.checkpoint.resume not in WORDS and not under_torchrun():
-        load("moe_comm.train.folder", "train").to_go_on_in(found.checkpoint.resume)
+        load("moe_comm.train.loop.run_folder", "train").to_go_on_in(found.checkpoint.resume)
     if dry_run:
         typer.echo(load("moe_comm.train.dry_run", "train").describe(found))
         return
@@ -92,7 +92,9 @@ def train_rank(config: str, overrides: list[str], timeout_s: float) -> int:
         if ranks.restarts:
             # They go on with the run that those before them began: the one named, or the newest of its name.
             resume = load("moe_comm.train.config", "train").load(config, overrides).checkpoint.resume
-            folder = "auto" if resume in WORDS else load("moe_comm.train.folder", "train").to_go_on_in(resume)[0]
+            folder = (
+                "auto" if resume in WORDS else load("moe_comm.train.loop.run_folder", "train").to_go_on_in(resume)[0]
+            )
             again = [resume_from(folder)]
         return training.run(config, [*overrides, *again]).signal
 
@@ -102,8 +104,8 @@ def data(config: Config, overrides: Overrides = None, settings: Settings = None)
     """Tokenise a configuration's text into its cache, as training would, check it, and say what is in it."""
     configuration = load("moe_comm.train.config", "train")
     found = configuration.load(config, [*(overrides or []), *(settings or [])])
-    corpus = load("moe_comm.train.corpus", "train")
-    settings_of = load("moe_comm.train.feed", "train").corpus_settings
+    corpus = load("moe_comm.train.data", "train")
+    settings_of = load("moe_comm.train.loop.feed", "train").corpus_settings
     for path in corpus.prepare_all(settings_of(found.data, found.run.seed), scanned=_tell_skipped):
         lines = corpus.describe(path).lines()
         typer.echo("\n".join(f"{name:<18}{value}" for name, value in lines))
@@ -127,5 +129,5 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
 ) -> None:
     """Write a checkpoint as a Hugging Face folder: config.json, safetensors and tokenizer."""
-    load("moe_comm.train.export", "train").export_run(run, out)
+    load("moe_comm.train.loop.export", "train").export_run(run, out)
     typer.echo(f"wrote {out}")

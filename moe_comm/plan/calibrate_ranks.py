@@ -237,7 +237,7 @@ def _passes() -> list[Passed]:
 
     from moe_comm.layers.initialize import initialize
     from moe_comm.train import config as configuration
-    from moe_comm.train.build import architecture_of, build_stages
+    from moe_comm.train.loop.build import architecture_of, build_stages
 
     found = []
     for place, sizes in enumerate(MODELS):

@@ -135,9 +135,9 @@ def _taken(trained: Sequence[tuple[int, str, Any]]) -> list[Stepped]:
 
 def _trainer(model: int, mapping: str, stack: contextlib.ExitStack) -> Any:
     from moe_comm.train import config as configuration
-    from moe_comm.train.build import architecture_of, build
+    from moe_comm.train.loop.build import architecture_of, build
+    from moe_comm.train.loop.trainer import Trainer
     from moe_comm.train.ranks import Ranks
-    from moe_comm.train.trainer import Trainer
 
     ranks, sizes = Ranks.make(), MODELS[model]
     parallel = Mapping.parse(mapping, ranks.world).parallel
@@ -171,8 +171,8 @@ class _Feed:
     def train(self, step: int) -> Any:
         import torch
 
+        from moe_comm.train.loop.trainer import StepBatch
         from moe_comm.train.pipeline.batch import MicroBatch
-        from moe_comm.train.trainer import StepBatch
 
         shape = (MICRO_BATCHES, 2, SEQUENCES, LENGTH)
         every = torch.randint(0, self._vocab, shape, generator=self._chance)

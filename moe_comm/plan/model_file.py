@@ -111,7 +111,7 @@ def _from_training(path: str) -> ModelShape:
     if vocab is None:
         if config.data.tokenizer != "bytes":
             raise ConfigError(f"{path}: model.vocab must be set, for its tokenizer is not read here")
-        from moe_comm.train.corpus.tokenizer import ByteTokenizer
+        from moe_comm.train.data.tokenizer import ByteTokenizer
 
         vocab = ByteTokenizer.vocab_size
     return ModelShape.of(transformer_config(section, vocab, config.data.seq_len), Path(path).stem)

@@ -153,7 +153,7 @@ def _model(question: Question) -> dict[str, object]:
 def _check_model(question: Question, section: object) -> None:
     """Raises ConfigError if ``section`` builds a model of another shape, or one that no tokenizer is for."""
     from moe_comm.train.architecture import transformer_config
-    from moe_comm.train.corpus.tokenizer import ByteTokenizer
+    from moe_comm.train.data.tokenizer import ByteTokenizer
 
     shape = question.shape
     built = ModelShape.of(transformer_config(section, shape.vocab, question.load.seq_len))  # type: ignore[arg-type]

@@ -21,9 +21,9 @@ from moe_comm.layers.flops import ModelCount, count_model
 from moe_comm.layers.shard import shardings_of
 from moe_comm.topology import FoldedMesh, ParallelConfig, Sharding, picture
 from moe_comm.train.architecture import family_of
-from moe_comm.train.build import DTYPES, FULL_PRECISION, architecture_of, build_stages, stage_plan
 from moe_comm.train.config import TrainConfig
-from moe_comm.train.corpus.tokenizer import ByteTokenizer, load_tokenizer
+from moe_comm.train.data.tokenizer import ByteTokenizer, load_tokenizer
+from moe_comm.train.loop.build import DTYPES, FULL_PRECISION, architecture_of, build_stages, stage_plan
 from moe_comm.train.memory import Activations, Fixed, Keeping, fixed_memory, in_flight
 from moe_comm.train.optim import OptimizerOptions
 from moe_comm.train.pipeline.schedules import check_micro_batches

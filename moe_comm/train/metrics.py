@@ -105,7 +105,7 @@ class StepReport:
     mfu: model FLOP/s over the rate of a matrix product measured on these ranks at the start; None if not measured.
     memory_bytes: most that this process held so far: resident on the CPU, allocated on a GPU.
     skipped: why the weights were left as they were, "" if they were updated.
-    reruns: times that the step was run again in place, as ``moe_comm.train.guard`` says.
+    reruns: times that the step was run again in place, as ``moe_comm.train.resilience.guard`` says.
     stop: why training ends after this step, "" if it goes on.
     """
 

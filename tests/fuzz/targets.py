@@ -28,9 +28,9 @@ from moe_comm.observe.records import ATTEMPTS, METRICS, RANKS, SPANS
 from moe_comm.runtime.untrusted import parse_object
 from moe_comm.train import config
 from moe_comm.train.checkpoint import Checkpointer, CheckpointReader, Entry, load, restore_rng, rng_state
-from moe_comm.train.corpus import SourceSpec, load_tokenizer, open_tokens
-from moe_comm.train.corpus.sources import scan
-from moe_comm.train.corpus.tokenfile import TokenFile, TokenWriter, _meta_sum
+from moe_comm.train.data import SourceSpec, load_tokenizer, open_tokens
+from moe_comm.train.data.sources import scan
+from moe_comm.train.data.tokenfile import TokenFile, TokenWriter, _meta_sum
 from tests.fuzz import records as run_records
 from tests.fuzz.mutate import mutate_bytes, mutate_json, mutate_json_lines
 from tests.fuzz.rooms import READ, REFUSED, folder, refused
@@ -349,7 +349,7 @@ def _parquet_seeds() -> list[bytes]:
 
 
 def _tokenizer_seeds() -> list[bytes]:
-    from moe_comm.train.corpus import ByteTokenizer
+    from moe_comm.train.data import ByteTokenizer
 
     ByteTokenizer().save(folder() / "bytes")
     return [(folder() / "bytes" / "tokenizer.json").read_bytes()]

@@ -22,7 +22,7 @@ from moe_comm.layers.config import TransformerConfig
 from moe_comm.layers.shard import shardings_of
 from moe_comm.layers.transformer import Transformer
 from moe_comm.topology import FoldedMesh, ParallelConfig, deal
-from moe_comm.train.build import read_pretrained
+from moe_comm.train.loop.build import read_pretrained
 from tests.integrations.models import VOCAB, assert_close, load, save_model
 
 

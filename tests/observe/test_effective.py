@@ -14,7 +14,7 @@ import pytest
 from moe_comm.observe.effective import EffectiveTime, effective_time
 from moe_comm.observe.records import ATTEMPTS, METRICS, Attempt, append, read_lines
 from moe_comm.topology import FoldedMesh, ParallelConfig
-from moe_comm.train.attempts import AttemptLog, carry_over
+from moe_comm.train.resilience.attempts import AttemptLog, carry_over
 
 
 def _step(step: int, total: float, checkpoint: float = 0.0, skipped: str = "") -> str:
@@ -178,7 +178,7 @@ def test_neither_a_finished_run_nor_a_damaged_list_of_starts_is_carried_over(tmp
 
 def test_a_process_knows_when_it_started() -> None:
     before = time.time()
-    code = "import time, moe_comm.train.attempts as a; print(a.process_start_s(), time.time())"
+    code = "import time, moe_comm.train.resilience.attempts as a; print(a.process_start_s(), time.time())"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     started, now = map(float, out.split())
     assert before - 0.05 <= started <= now, "to a tick of the system's clock"

@@ -20,9 +20,9 @@ from moe_comm.plan.question import Question
 from moe_comm.plan.search import search
 from moe_comm.plan.space import Space
 from moe_comm.plan.to_config import differences, train_config
-from moe_comm.train.build import _dispatch_options
 from moe_comm.train.config import TrainConfig, load
 from moe_comm.train.dry_run import examine
+from moe_comm.train.loop.build import _dispatch_options
 
 TINY = ModelShape("tiny plan", 4, 64, 4, 2, 16, 512, 8, 2, 96, qk_norm="head")
 

@@ -18,7 +18,7 @@ from moe_comm.errors import CheckpointError, ConfigError, CorruptFile
 from moe_comm.runtime.untrusted import DEEPEST, open_regular, parse_object, read_bounded, shown
 from moe_comm.train.checkpoint import Checkpointer, CheckpointReader, Entry, latest, load
 from moe_comm.train.config import load as load_config
-from moe_comm.train.corpus import open_tokens
+from moe_comm.train.data import open_tokens
 from tests.fuzz import targets
 from tests.fuzz.targets import TARGETS
 
@@ -182,7 +182,7 @@ def test_a_state_that_could_not_be_loaded_is_refused_when_it_is_saved(tmp_path: 
 
 
 def test_a_checkpoint_of_something_else_cannot_be_exported_and_says_so(tmp_path: Path) -> None:
-    export = pytest.importorskip("moe_comm.train.export", reason="needs the hf extra")
+    export = pytest.importorskip("moe_comm.train.loop.export", reason="needs the hf extra")
     with pytest.raises(CheckpointError, match="is no checkpoint of moe-comm train: KeyError"):
         export.export_checkpoint(targets._sign({}), tmp_path / "out")
     assert not (tmp_path / "out").exists()

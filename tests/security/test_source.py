@@ -37,7 +37,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "moe_comm/integrations/hugging_face/__init__.py": {
         "importlib.import_module": "names of our own modules, from a table in the same file"
     },
-    "moe_comm/train/corpus/__init__.py": {
+    "moe_comm/train/data/__init__.py": {
         "importlib.import_module": "names of our own modules, from a table in the same file"
     },
     "moe_comm/cli/options.py": {"importlib.import_module": "names of our own modules, written in the commands"},

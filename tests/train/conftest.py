@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_comm.runtime.keeper import start_ticks
-from moe_comm.runtime.kept import Owner
+from moe_comm.runtime.memory_server import start_ticks
+from moe_comm.runtime.persistent_memory import Owner
 from tests.pool import RankPool
 from tests.train.common import write_text
 

@@ -22,9 +22,9 @@ from moe_comm.layers.recompute import activation_bytes
 from moe_comm.layers.router import RouterConfig
 from moe_comm.layers.transformer import ModelPlan, Transformer
 from moe_comm.topology import FoldedMesh
-from moe_comm.train.build import architecture_of, build
 from moe_comm.train.config import load, ready_configs
 from moe_comm.train.dry_run import DryRun, describe, examine, fake_ranks
+from moe_comm.train.loop.build import architecture_of, build
 from moe_comm.train.memory import Activations, in_flight
 from moe_comm.train.pipeline.schedules import SCHEDULES, check_micro_batches
 from tests.pool import RankPool

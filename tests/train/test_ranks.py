@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from moe_comm.errors import MoeCommError
-from moe_comm.train import job
 from moe_comm.train import ranks as ranks_module
-from moe_comm.train.corpus.tokenfile import META
+from moe_comm.train.data.tokenfile import META
+from moe_comm.train.loop import job
 from moe_comm.train.ranks import Ranks
 from tests.pool import RankPool
 from tests.train.common import TEXT, config_of

@@ -1,0 +1,33 @@
+"""Start ranks on this host, or join those that torchrun started."""
+
+from __future__ import annotations
+
+from moe_comm.runtime.launch.agent import Interrupted, RankFailed, class_of
+from moe_comm.runtime.launch.launcher import (
+    AGENT_STORE_VARIABLE,
+    MAX_RANKS,
+    SAME_PRESS_S,
+    STORE_VARIABLE,
+    LocalRanks,
+    available_cores,
+    init_ranks,
+    launch,
+    under_torchrun,
+)
+from moe_comm.runtime.launch.rank_main import RESTARTS_VARIABLE
+
+__all__ = [
+    "AGENT_STORE_VARIABLE",
+    "MAX_RANKS",
+    "RESTARTS_VARIABLE",
+    "SAME_PRESS_S",
+    "STORE_VARIABLE",
+    "Interrupted",
+    "LocalRanks",
+    "RankFailed",
+    "available_cores",
+    "class_of",
+    "init_ranks",
+    "launch",
+    "under_torchrun",
+]

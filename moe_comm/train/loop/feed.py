@@ -1,0 +1,92 @@
+"""From a corpus to what this rank computes on: its sequences, and its part of each along the context-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from moe_comm.layers.config import Context
+from moe_comm.layers.sequence import Documents, shard_sequence
+from moe_comm.topology import FoldedMesh
+from moe_comm.train.data import Batch, Corpus, CorpusSettings, GlobalBatch, Prefetch, SourceSpec
+from moe_comm.train.loop.trainer import StepBatch
+from moe_comm.train.pipeline.batch import MicroBatch
+from moe_comm.train.sections import DataSection
+
+
+def corpus_settings(section: DataSection, seed: int) -> CorpusSettings:
+    """What ``section`` says, as the corpus takes it."""
+    weights = section.weights or (1.0,) * len(section.sources)
+    return CorpusSettings(
+        sources=tuple(
+            SourceSpec(path, weight=weight, format=section.format, field=section.field)
+            for path, weight in zip(section.sources, weights, strict=True)
+        ),
+        tokenizer=section.tokenizer,
+        vocab_size=section.vocab,
+        end_of_text=section.end_of_text,
+        cache=section.cache,
+        workers=section.workers,
+        seq_len=section.seq_len,
+        batch=section.batch,
+        validation=section.validation,
+        packing=section.packing,
+        documents=section.documents,
+        shuffle=section.shuffle,
+        verify=section.verify,
+        seed=seed,
+    )
+
+
+class CorpusFeed:
+    """Batches of ``corpus`` for this rank of ``mesh``; the next step's is read while this one's is computed on.
+
+    Args:
+        micro_batches: of a step. last: the step at which training ends.
+    """
+
+    def __init__(self, corpus: Corpus, mesh: FoldedMesh, context: Context, micro_batches: int, last: int) -> None:
+        self._corpus, self._mesh, self._context = corpus, mesh, context
+        self._micro_batches = micro_batches
+        self._prefetch: Prefetch[list[Batch]] = Prefetch(self._read_step, last)
+        cp = mesh.size("cp")
+        self._shard = None if cp == 1 else partial(shard_sequence, cp=cp, rank=mesh.place["cp"], context=context)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._prefetch.close()
+
+    def train(self, step: int) -> StepBatch:
+        """The batch of ``step`` (from 0). Collective over the context-parallel group where documents are separate."""
+        return self._step_batch(self._prefetch.get(step))
+
+    def validation(self, count: int) -> Iterator[StepBatch]:
+        """``count`` batches of held-out text, the same for every mapping; collective as ``train``."""
+        for whole in self._corpus.validation_batches(count):
+            yield self._step_batch(self._read(whole))
+
+    def _read_step(self, step: int) -> list[Batch]:
+        return self._read(self._corpus.batch_of(step))
+
+    def _read(self, whole: GlobalBatch) -> list[Batch]:
+        dp_rank, dp = self._mesh.place["dp"], self._mesh.size("dp")
+        parts = (whole.micro(i, self._micro_batches) for i in range(self._micro_batches))
+        return [part.local(dp_rank, dp, self._shard) for part in parts]
+
+    def _step_batch(self, batches: list[Batch]) -> StepBatch:
+        device = torch.device(self._mesh.device)
+        return StepBatch([self._micro(batch.to(device)) for batch in batches], batches[0].num_targets)
+
+    def _micro(self, batch: Batch) -> MicroBatch:
+        documents = None
+        if batch.documents_BS is not None:
+            documents = Documents.of(batch.documents_BS, self._mesh.group("cp"), self._context)
+        return MicroBatch(batch.ids_BS, batch.targets_BS, batch.positions_BS, documents)

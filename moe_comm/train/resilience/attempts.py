@@ -1,0 +1,112 @@
+"""Writes down every start of a run's ranks, from which the effective training time is told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+from moe_comm.errors import CorruptFile
+from moe_comm.observe.effective import last_step_s, step_times
+from moe_comm.observe.records import ATTEMPTS, Attempt, append, read_lines
+from moe_comm.runtime.launch import under_torchrun
+from moe_comm.runtime.memory_server import start_ticks
+from moe_comm.topology import FoldedMesh
+from moe_comm.train.hooks import StepHook
+
+SETTINGS = "config.resolved.toml"
+
+
+class AttemptLog(StepHook):
+    """Adds a line to ``attempts.jsonl`` when the first step begins. Made by rank 0, before the lines of steps that are
+    done again are taken out of ``metrics.jsonl``.
+
+    Args:
+        run: the run's folder. done: steps after which it goes on. source, hosts: as in ``Attempt``.
+        earlier: folder of the start before this one, as ``carry_over`` has it; None: the same.
+    """
+
+    def __init__(
+        self, run: Path, mesh: FoldedMesh, done: int, source: str, hosts: list[str], earlier: Path | None = None
+    ) -> None:
+        self._path = run / ATTEMPTS
+        before = earlier or run
+        lost = [total for step, total, _, counted in step_times(before) if step > done and counted]
+        number = sum(1 for _ in read_lines(self._path, Attempt))
+        self._begun = False
+        self.attempt = Attempt(
+            number=number,
+            world=mesh.config.world,
+            started_s=process_start_s() if under_torchrun() else time.time(),
+            ready_s=math.nan,
+            first_step=done + 1,
+            source=source,
+            mapping=dict(mesh.sizes),
+            hosts=hosts,
+            last_s=last_step_s(before) if number else math.nan,
+            lost_steps=len(lost),
+            lost_s=sum(lost),
+            ended=ended_by_user(before) if number else "",
+        )
+
+    on_disk = True
+
+    def before_step(self, step: int) -> None:
+        if not self._begun:
+            self._begun = True
+            append(self._path, Attempt(**vars(self.attempt) | {"ready_s": time.time()}))
+
+
+def ended_by_user(run: Path) -> str:
+    """The status of a run that has finished, or that its time limit or Ctrl-C ended; "" of any other."""
+    try:
+        result = json.loads((run / "result.json").read_text())
+    except (OSError, ValueError):
+        return ""
+    status = result.get("status")
+    if status == "interrupted" and result.get("signal") != signal.SIGINT:
+        return ""
+    return status if status in ("interrupted", "finished", "time limit") else ""
+
+
+def carry_over(run: Path, name: str) -> Path | None:
+    """Have the starts of a run that begins again in a new folder, ``run``, since it had saved nothing, written there;
+    returns the folder of the newest one, None where there was none.
+
+    Each folder gets all starts before it, so none has to be followed.
+    """
+    earlier = None if (run / ATTEMPTS).exists() else folder_before(run, name)
+    if earlier is None:
+        return None
+    try:
+        starts = list(read_lines(earlier / ATTEMPTS, Attempt))
+    except CorruptFile:
+        return None
+    for start in starts:
+        append(run / ATTEMPTS, start)
+    return earlier if starts else None
+
+
+def folder_before(run: Path, name: str) -> Path | None:
+    """The folder of the run called ``name`` that was begun just before ``run``, if that one did not finish."""
+    dated = re.compile(re.escape(name) + r"-\d{8}-\d{6}(-\d+)?")
+    older = [path for path in run.parent.iterdir() if path != run and dated.fullmatch(path.name)]
+    older = [path for path in older if (path / SETTINGS).exists()]
+    if not older:
+        return None
+    newest = max(older, key=lambda path: (path / SETTINGS).stat().st_mtime_ns)
+    with contextlib.suppress(OSError, ValueError):
+        if json.loads((newest / "result.json").read_text()).get("status") == "finished":
+            return None
+    return newest
+
+
+def process_start_s() -> float:
+    """When this process started, in seconds since 1970, to a hundredth."""
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks(os.getpid()) / os.sysconf("SC_CLK_TCK")
+    return time.time() - age_s

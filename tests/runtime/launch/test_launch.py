@@ -1,0 +1,467 @@
+"""Ranks start, meet on loopback only, and end: with results, or with one error that names the cause."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_comm import make_dispatcher
+from moe_comm.errors import CheckpointError, ConfigError, InputError, PeerDied, RoutingError
+from moe_comm.runtime.launch import (
+    STORE_VARIABLE,
+    Interrupted,
+    RankFailed,
+    agent,
+    available_cores,
+    init_ranks,
+    launch,
+    under_torchrun,
+)
+
+
+def sum_of_ranks(offset: int) -> dict[str, Any]:
+    with init_ranks("cpu", timeout_s=60) as ranks:
+        total = torch.tensor([ranks.rank + offset])
+        dist.all_reduce(total)
+        dist.barrier()
+        found = {"rank": ranks.rank, "world": ranks.world, "total": int(total), "listening": listening_addresses()}
+    threads = os.environ["OMP_NUM_THREADS"]
+    return found | {"threads": threads, "left": not dist.is_initialized(), "torchrun": under_torchrun()}
+
+
+def listening_addresses() -> set[str]:
+    """Hexadecimal addresses on which this process itself listens."""
+    inodes = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        if fd.is_symlink() and os.readlink(fd).startswith("socket:["):
+            inodes.add(os.readlink(fd)[8:-1])
+    found = set()
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:] if Path(table).exists() else []:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                found.add(fields[1].split(":")[0])
+    return found
+
+
+def fail(mode: str) -> None:
+    with init_ranks("cpu", timeout_s=60) as ranks:
+        if ranks.rank == 1:
+            if mode.startswith("killed"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            if mode == "exit":
+                sys.exit(3)
+            if mode == "bug":
+                raise ZeroDivisionError("a bug")
+            raise InputError("the rows are wrong")
+        if mode in ("bug", "killed, told by torch"):  # torch's own error is an echo too
+            dist.all_reduce(torch.zeros(1))
+        try:
+            dist.all_reduce(torch.zeros(1))
+        except RuntimeError as error:
+            raise PeerDied(f"rank 1 is gone: {error}") from error
+
+
+def fail_between_operations() -> None:
+    """Rank 1's experts raise, while the other one waits in combine."""
+    with init_ranks("cpu", timeout_s=60) as ranks:
+        dispatcher = make_dispatcher(2, dist.group.WORLD)
+        sent = dispatcher.dispatch(torch.ones(2, 4), torch.tensor([[0], [1]]))
+        with dispatcher.abort_on_error():
+            if ranks.rank == 1:
+                raise ZeroDivisionError("a bug")
+        dispatcher.combine(sent.rows_RD, torch.ones(2, 1), sent.layout)
+
+
+def one_rank() -> tuple[int, int, str]:
+    with init_ranks("cpu") as ranks:
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return ranks.rank, ranks.world, ranks.device
+
+
+@pytest.fixture(autouse=True)
+def no_ranks_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", STORE_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_two_ranks_meet_and_return_their_results_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = dict(os.environ)
+    results = launch(sum_of_ranks, (10,), ranks=2)
+    assert [r["rank"] for r in results] == [0, 1]
+    assert {r["world"] for r in results} == {2}
+    assert {r["total"] for r in results} == {21}
+    assert all(r["left"] and r["torchrun"] for r in results)
+    assert {r["threads"] for r in results} == {str(max(1, available_cores() // 2))}
+    loopback = {"0100007F", "00000000000000000000000001000000"}
+    assert all(r["listening"] <= loopback for r in results), results
+    changed = {k for k in before.keys() | os.environ.keys() if before.get(k) != os.environ.get(k)}
+    assert changed <= {"TORCHELASTIC_SIGNALS_TO_HANDLE"}
+
+
+def test_signal_handlers_of_this_process_are_put_back() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    launch(os.getppid, (), 2)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_one_rank_runs_in_this_process_with_a_group_of_its_own() -> None:
+    assert launch(one_rank, ranks=1) == [(0, 1, "cpu")]
+    assert not dist.is_initialized()
+
+
+def test_under_torchrun_its_ranks_are_used_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert launch(os.getpid, ranks=7) == [os.getpid()]
+
+
+def test_an_existing_group_is_used_and_left_alone() -> None:
+    with init_ranks("cpu") as outer, init_ranks("cpu") as inner:
+        assert inner == outer
+        del inner
+        assert dist.is_initialized()
+    assert not dist.is_initialized()
+
+
+def test_an_error_of_ours_keeps_its_class_and_names_the_rank(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InputError) as caught:
+        launch(fail, ("ours",), ranks=2)
+    assert str(caught.value) == "rank 1: the rows are wrong"
+    # The launcher raises; neither the ranks nor torch's agent print anything of their own.
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def raise_inside(rank: int) -> None:
+    """An error of ours, from a call of this file, on every rank."""
+    with init_ranks("cpu", timeout_s=60) as ranks:
+        bad = 9 if ranks.rank == rank else 1
+        make_dispatcher(4, dist.group.WORLD if ranks.world > 1 else None).dispatch(  # the user's frame
+            torch.ones(1, 4), torch.tensor([[bad]])
+        )
+
+
+def lines_of(error: BaseException) -> list[str]:
+    """The frames and the text that Python would print."""
+    return [line for text in traceback.format_exception(error) for line in text.splitlines()]
+
+
+def test_an_error_of_ours_is_printed_once_with_the_users_frame() -> None:
+    with pytest.raises(RoutingError) as caught:
+        launch(raise_inside, (1,), ranks=2)
+    error = caught.value
+    assert str(error).startswith("rank 1: expert id 9 of token 0") and str(error).count("rank ") == 1
+    lines = lines_of(error)
+    assert len([line for line in lines if line.startswith("  File")]) == 2, "this test and launch"
+    at = next(line for line in lines if line.startswith("at "))
+    assert __file__ in at and "in raise_inside: make_dispatcher(" in at
+    assert error.details == ""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_whole_traceback_is_kept_where_it_is_wanted(ranks: int) -> None:
+    with pytest.raises(RoutingError) as caught:
+        launch(raise_inside, (0,), ranks=ranks, tracebacks=True)
+    assert "in raise_inside" in caught.value.details and "moe_comm/dispatch/" in caught.value.details
+
+
+def test_in_the_callers_own_process_frames_of_packages_are_left_out() -> None:
+    with pytest.raises(RoutingError) as caught:
+        launch(raise_inside, (0,), ranks=1)
+    frames = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert frames.count(__file__) == 2
+    assert [Path(name).name for name in frames if name != __file__] == ["launcher.py"]
+
+
+def test_a_bug_in_a_rank_comes_with_its_traceback() -> None:
+    with pytest.raises(RankFailed) as caught:
+        launch(fail, ("bug",), ranks=2)
+    assert str(caught.value) == "rank 1 failed with ZeroDivisionError: a bug"
+    assert 'raise ZeroDivisionError("a bug")' in caught.value.details
+
+
+def test_what_a_rank_raised_between_operations_is_the_cause_and_not_what_its_peers_were_told() -> None:
+    with pytest.raises(RankFailed, match=r"^rank 1 failed with ZeroDivisionError: a bug(\n|$)"):
+        launch(fail_between_operations, ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("killed", "was killed by SIGKILL"),
+        ("killed, told by torch", "was killed by SIGKILL"),
+        ("exit", "ended with exit code 3"),
+    ],
+)
+def test_a_rank_that_ends_silently_is_the_cause_and_not_what_its_peers_saw(how: str, told: str) -> None:
+    with pytest.raises(RankFailed, match=rf"^rank 1 \(pid \d+\) {told}"):
+        launch(fail, (how,), ranks=2)
+
+
+def fail_at_first(folder: str, how: str, times: int) -> tuple[int, int]:
+    """Rank 1 fails ``times`` times; what it did before is found in ``folder``."""
+    with init_ranks("cpu", timeout_s=60) as ranks:
+        Path(folder, f"{ranks.rank}.{ranks.restarts}").touch()
+        if ranks.rank == 1 and ranks.restarts < times:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            kind = RoutingError if how == "refused" else CheckpointError
+            raise kind(f"attempt {ranks.restarts}")
+        total = torch.ones(1)
+        try:
+            dist.all_reduce(total)
+        except RuntimeError as error:
+            raise PeerDied(f"rank 1 is gone: {error}") from error
+        return int(total), ranks.restarts
+
+
+@pytest.mark.parametrize("how", ["killed", "raised"])
+def test_a_failed_rank_has_all_started_again_and_meeting_anew(how: str, tmp_path: Path) -> None:
+    assert launch(fail_at_first, (str(tmp_path), how, 1), ranks=2, restarts=2) == [(2, 1), (2, 1)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.0", "0.1", "1.0", "1.1"]
+
+
+def test_after_the_last_restart_its_own_cause_is_raised(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"^rank 1: attempt 1\n"):
+        launch(fail_at_first, (str(tmp_path), "raised", 5), ranks=2, restarts=1)
+
+
+def test_what_the_user_has_to_mend_is_not_tried_again(tmp_path: Path) -> None:
+    with pytest.raises(RoutingError, match=r"^rank 1: attempt 0\n"):
+        launch(fail_at_first, (str(tmp_path), "refused", 1), ranks=2, restarts=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.0", "1.0"]
+
+
+def test_one_rank_with_restarts_has_a_process_of_its_own() -> None:
+    (pid,) = launch(os.getpid, ranks=1, restarts=1)
+    assert pid != os.getpid()
+
+
+def stop_when_told(folder: str, how: str) -> str:
+    """Ends with a result at SIGINT and SIGTERM, or fails there, or knows nothing of them."""
+    with init_ranks("cpu", timeout_s=60) as ranks:
+        told = threading.Event()
+        if how != "default":
+            for kind in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(kind, lambda number, frame: told.set())
+        Path(folder, str(ranks.rank)).touch()
+        if not told.wait(200):
+            return "nobody told it"
+        if how == "fails":
+            raise InputError("could not finish")
+        dist.barrier()
+        return "finished"
+
+
+def signal_when_ready(folder: Path, kind: signal.Signals) -> threading.Thread:
+    """Send ``kind`` to this process when both ranks are up."""
+
+    def send() -> None:
+        end = time.monotonic() + 200
+        while len(list(folder.iterdir())) < 2 and time.monotonic() < end:
+            time.sleep(0.005)
+        os.kill(os.getpid(), kind)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_ranks_that_finish_when_told_to_stop_return_their_results(tmp_path: Path, restarts: int) -> None:
+    """At once, where torch's agent would wait 30 s for ranks that are done and wait for each other, and kill them."""
+    thread = signal_when_ready(tmp_path, signal.SIGTERM)
+    assert launch(stop_when_told, (str(tmp_path), "finishes"), ranks=2, restarts=restarts) == ["finished"] * 2
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "restarts"),
+    [("finishes", signal.SIGINT, 0), ("default", signal.SIGTERM, 0), ("default", signal.SIGTERM, 1)],
+)
+def test_otherwise_a_signal_is_an_interruption(tmp_path: Path, how: str, kind: signal.Signals, restarts: int) -> None:
+    """Ctrl-C always is; ranks that were ended by the signal are not started again."""
+    thread = signal_when_ready(tmp_path, kind)
+    with pytest.raises(Interrupted, match=f"stopped by {kind.name}") as caught:
+        launch(stop_when_told, (str(tmp_path), how), ranks=2, restarts=restarts)
+    assert caught.value.number == kind
+    thread.join()
+
+
+def test_an_error_on_the_way_out_is_told(tmp_path: Path) -> None:
+    thread = signal_when_ready(tmp_path, signal.SIGTERM)
+    with pytest.raises(InputError, match="could not finish"):
+        launch(stop_when_told, (str(tmp_path), "fails"), ranks=2, restarts=1)
+    thread.join()
+
+
+def test_ranks_forked_from_a_process_that_has_loaded_modules_are_as_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for threads in ("1", "2"):  # of this launch, though the process that they are forked from is older
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        results = launch(sum_of_ranks, (10,), ranks=2, preload=("torch",))
+        assert [(r["rank"], r["total"], r["threads"]) for r in results] == [(0, 21, threads), (1, 21, threads)]
+        loopback = {"0100007F", "00000000000000000000000001000000"}
+        assert all(r["left"] and r["torchrun"] and r["listening"] <= loopback for r in results)
+    assert launch(loaded_before, ranks=1, restarts=1, preload=("torch",)) == [(True, 2)]
+
+
+def loaded_before() -> tuple[bool, int]:
+    """Whether this process was forked from one that is not the launcher; threads of torch."""
+    parent = multiprocessing.parent_process()
+    return parent is not None and parent.pid != os.getppid(), torch.get_num_threads()
+
+
+def test_forked_ranks_that_fail_are_started_again_and_named(tmp_path: Path) -> None:
+    preload = ("torch",)
+    assert launch(fail_at_first, (str(tmp_path), "killed", 1), 2, restarts=1, preload=preload) == [(2, 1), (2, 1)]
+    with pytest.raises(RankFailed, match=r"^rank 1 \(pid \d+\) was killed by SIGKILL"):
+        launch(fail, ("killed",), ranks=2, preload=preload)
+
+
+@pytest.mark.parametrize(("how", "preload"), [("waits", ("torch",)), ("finishes", ("torch",)), ("finishes", ())])
+def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path, how: str, preload: tuple[str, ...]) -> None:
+    """Forked ranks and others; also those that finish what they do first, and then have nobody to take the result."""
+    came, left = tmp_path / "came", tmp_path / "left"
+    came.mkdir()
+    left.mkdir()
+    code = (
+        "from tests.runtime.launch.test_launch import launch, wait_until_told\n"
+        f"launch(wait_until_told, ({str(came)!r}, {how!r}), 2, preload={preload!r})"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(left)}) as launcher:
+        ends = time.monotonic() + 120
+        while len(found := list(came.iterdir())) < 2 and time.monotonic() < ends:
+            time.sleep(0.01)
+        pids = [int(path.name) for path in found]
+        launcher.kill()
+    while [pid for pid in pids if Path("/proc", str(pid)).exists()] and time.monotonic() < ends:
+        time.sleep(0.01)
+    assert len(pids) == 2 and not [pid for pid in pids if Path("/proc", str(pid)).exists()]
+
+
+def wait_until_told(folder: str, how: str) -> None:
+    told = threading.Event()
+    if how == "finishes":
+        signal.signal(signal.SIGINT, lambda number, frame: told.set())
+    Path(folder, str(os.getpid())).touch()
+    assert told.wait(200)
+
+
+def test_a_stopped_rank_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(agent, "ENDING_S", 0.1)
+    with pytest.raises(InputError, match="rank 1: the rows are wrong"):
+        launch(stop_or_fail, (str(tmp_path / "failed"),), ranks=2)
+    assert time.time() - (tmp_path / "failed").stat().st_mtime < 25, "torch's agent waits 30 s"
+
+
+def stop_or_fail(mark: str) -> None:
+    with init_ranks("cpu", timeout_s=60) as ranks:
+        dist.barrier()
+        if ranks.rank == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        Path(mark).touch()
+        raise InputError("the rows are wrong")
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 10**6])
+def test_number_of_ranks_is_checked(ranks: int) -> None:
+    with pytest.raises(ConfigError, match=f"got {ranks}"):
+        launch(one_rank, ranks=ranks)
+
+
+def test_devices_are_checked() -> None:
+    with pytest.raises(ConfigError, match="cpu or cuda; got 'tpu'"), init_ranks("tpu"):
+        pass
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="needs one GPU"), init_ranks("cuda"):
+            pass
+
+
+def test_a_module_runs_with_its_arguments_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "leave_a_mark.py").write_text(
+        "import os, pathlib, sys\npathlib.Path(sys.argv[1], os.environ['RANK']).write_text(os.environ['WORLD_SIZE'])\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert launch("leave_a_mark", (str(tmp_path),), ranks=2) == [None, None]
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["2", "2"]
+
+
+def test_torchrun_itself_works(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import pathlib, sys, torch, torch.distributed as dist\n"
+        "from moe_comm.runtime.launch import init_ranks, launch\n"
+        "def work():\n"
+        "    with init_ranks('cpu', 60) as ranks:\n"
+        "        total = torch.tensor([ranks.rank + 1])\n"
+        "        dist.all_reduce(total)\n"
+        "        pathlib.Path(sys.argv[1], f'out{ranks.rank}').write_text(str(int(total)))\n"
+        "launch(work, ranks=5)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=120, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"out{rank}").read_text() for rank in range(2)] == ["3", "3"]
+
+
+@dataclass
+class Ended:
+    """How a rank's process ended, as torch's agent says it."""
+
+    exitcode: int
+    pid: int = 7
+
+
+def leave_record(folder: Path, rank: int, kind: str, message: str) -> None:
+    record = {"time": rank, "kind": kind, "message": message, "traceback": f"Traceback\n{kind}: {message}\n"}
+    (folder / str(rank)).write_text(json.dumps(record))
+
+
+def test_a_rank_that_gave_up_waiting_is_never_the_cause(tmp_path: Path) -> None:
+    alone = {0: Ended(agent.ENDED_BY_WATCH)}
+    assert "rank 0 (pid 7) ended itself: a rank that it waited for was lost" in str(agent._cause(alone, tmp_path))
+    failures = {0: Ended(agent.ENDED_BY_WATCH), 1: Ended(-signal.SIGSEGV)}
+    assert "rank 1 (pid 7) was killed by SIGSEGV" in str(agent._cause(failures, tmp_path))
+    leave_record(tmp_path, 1, "PeerDied", "rank 2 is gone")
+    assert "rank 2 is gone" in str(agent._cause(failures, tmp_path))
+
+
+def test_a_rank_that_the_others_killed_was_stuck_and_not_out_of_memory(tmp_path: Path) -> None:
+    failures = {1: Ended(-signal.SIGKILL)}
+    assert "out of memory?" in str(agent._cause(failures, tmp_path))
+    leave_record(tmp_path, 0, "PeerDied", "rank 1 is gone. Noticed: rank 1 is stuck: it sleeps; report: faults/a.txt")
+    said = str(agent._cause(failures, tmp_path))
+    assert said.endswith("was killed by SIGKILL. Noticed: rank 1 is stuck: it sleeps; report: faults/a.txt")
+
+
+def test_a_rank_that_ends_well_while_it_is_looked_at_has_not_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "ENDING_S", 0.0)
+    (tmp_path / "0.0").symlink_to("gone")  # in the folder, and not there when it is read
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    (tmp_path / "0.1").write_text(str(process.pid))
+    looks = iter([False, False, False, True])
+    over = SimpleNamespace(wait=lambda seconds: next(looks))
+    agent._end_in_time(tmp_path, over)  # type: ignore[arg-type]
+    assert process.poll() is None
+    process.communicate(b"\n", timeout=60)
+    assert process.returncode == 0

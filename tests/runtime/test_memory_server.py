@@ -1,0 +1,273 @@
+"""Memory that outlives ranks: found again by others, complete or not at all, and gone with who started the ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_comm.errors import CheckpointError, MoeCommError
+from moe_comm.runtime import memory_server
+from moe_comm.runtime.memory_server import start_ticks
+from moe_comm.runtime.persistent_memory import HEADER_BYTES, SLOTS, Header, KeptMemory, Owner, Slots, checksum, read
+
+DEADLINE_S = 30.0
+HEADER = Header(run="r", epoch="e", step=7, owner=1, layout="l", content=5, state=2, crc=0)
+
+
+@pytest.fixture
+def owner() -> Iterator[tuple[Owner, subprocess.Popen[bytes]]]:
+    """A process that stands for the launcher."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        yield Owner(process.pid, start_ticks(process.pid)), process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextlib.contextmanager
+def connected(owner: Owner, **options: object) -> Iterator[KeptMemory]:
+    kept = KeptMemory(owner, **options)  # type: ignore[arg-type]
+    try:
+        yield kept
+    finally:
+        kept.close()
+
+
+def pid_of(kept: KeptMemory) -> int:
+    """Of the memory_server."""
+    raw = kept._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", raw)[0])
+
+
+def ends(pid: int) -> bool:
+    """Whether a process has ended, within the deadline."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], DEADLINE_S)[0])
+    finally:
+        os.close(handle)
+
+
+def fill(slots: Slots, slot: int, content: bytes, step: int) -> Header:
+    header = replace(HEADER, step=step, content=len(content), state=0, crc=checksum(memoryview(content)))
+    slots.clear(slot)
+    slots.content(slot)[: len(content)] = content
+    slots.commit(slot, header)
+    return header
+
+
+def test_memory_is_found_by_name_after_who_wrote_it_has_gone(
+    owner: tuple[Owner, subprocess.Popen[bytes]],
+) -> None:
+    with connected(owner[0]) as first:
+        token = first.token
+        fill(first.make("a", 100), 1, b"content", 3)
+    with connected(owner[0]) as second:
+        assert second.token == token and second.names() == {"a": Slots.size_for(100)}
+        found = second.find("a")
+        assert found is not None and found.header(0) is None
+        header, data = read(found, 1)
+        assert (header.step, bytes(data)) == (3, b"content")
+        assert second.find("b") is None
+        second.end()
+
+
+def test_memory_is_made_anew_for_more_only_and_let_go_when_it_is_not_retained(
+    owner: tuple[Owner, subprocess.Popen[bytes]],
+) -> None:
+    with connected(owner[0]) as kept:
+        fill(kept.make("a", 100), 0, b"1", 3)
+        assert kept.make("a", 90).header(0) is not None, "the same number of pages"
+        assert kept.make("a", 1 << 20).header(0) is None, "more takes other memory"
+        fill(kept.make("a", 1 << 20), 0, b"2", 3)
+        assert kept.make("a", 100).header(0) is not None, "less stays: it may be the only whole copy"
+        kept.make("b", 1)
+        kept.retain(["b", "c"])
+        assert list(kept.names()) == ["b"]
+        kept.end()
+
+
+def test_hosts_that_are_emulated_on_one_share_nothing(owner: tuple[Owner, subprocess.Popen[bytes]]) -> None:
+    with connected(owner[0], host="a") as a, connected(owner[0], host="b") as b:
+        a.make("x", 1)
+        assert a.token != b.token and b.names() == {}
+        a.end()
+        b.end()
+
+
+def test_the_keeper_ends_with_the_run_and_leaves_nothing(owner: tuple[Owner, subprocess.Popen[bytes]]) -> None:
+    with connected(owner[0]) as kept:
+        kept.make("a", 1 << 20)
+        pid = pid_of(kept)
+        held = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+        assert [path for path in held if path.startswith("/memfd:")], "memory without a name"
+        assert not [path for path in held if path.startswith("/dev/shm/")]
+        assert os.getsid(pid) != os.getsid(0), "what ends the ranks' session does not end it"
+        assert b"RANK" not in Path(f"/proc/{pid}/environ").read_bytes()
+        kept.end()
+    assert ends(pid)
+
+
+def test_the_keeper_ends_when_the_launcher_is_killed(owner: tuple[Owner, subprocess.Popen[bytes]]) -> None:
+    with connected(owner[0]) as kept:
+        pid = pid_of(kept)
+        owner[1].kill()
+        assert ends(pid)
+        with pytest.raises(MoeCommError, match="does not answer"):
+            kept.names()
+
+
+def test_the_keeper_ends_when_the_launchers_folder_is_gone(
+    owner: tuple[Owner, subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "launch"
+    folder.mkdir()
+    with connected(replace(owner[0], folder=str(folder))) as kept:
+        pid = pid_of(kept)
+        folder.rmdir()
+        assert ends(pid)
+
+
+def test_the_keeper_ends_when_no_rank_comes_for_long(owner: tuple[Owner, subprocess.Popen[bytes]]) -> None:
+    with connected(owner[0], idle_s=2.0) as kept:  # this process must have come by then
+        pid = pid_of(kept)
+    assert ends(pid)
+
+
+def test_a_second_keeper_of_one_name_gives_way(owner: tuple[Owner, subprocess.Popen[bytes]]) -> None:
+    with connected(owner[0]) as kept:
+        arguments = [owner[0].name(""), str(owner[0].pid), str(owner[0].ticks), "", "60"]
+        command = [sys.executable, "-I", "-S", memory_server.__file__, *arguments]
+        assert subprocess.run(command, timeout=DEADLINE_S, check=False).returncode == 1
+        assert kept.names() == {}
+        kept.end()
+
+
+def test_a_keeper_of_a_process_that_is_another_by_now_does_not_start(
+    owner: tuple[Owner, subprocess.Popen[bytes]],
+) -> None:
+    arguments = ["moe_comm-test-other", str(owner[0].pid), str(owner[0].ticks + 1), "", "60"]
+    command = [sys.executable, "-I", "-S", memory_server.__file__, *arguments]
+    assert subprocess.run(command, timeout=DEADLINE_S, check=False).returncode == 1
+
+
+def without(name: str, owner: Owner) -> subprocess.Popen[bytes]:
+    """A keeper in a Python that lacks a function of ``os``."""
+    text = f"import os, runpy; del os.{name}; runpy.run_path({memory_server.__file__!r}, run_name='__main__')"
+    arguments = [owner.name(""), str(owner.pid), str(owner.ticks), "", "60"]
+    process = subprocess.Popen([sys.executable, "-I", "-S", "-c", text, *arguments])
+    while f"@{owner.name('')}" not in Path("/proc/net/unix").read_text() and process.poll() is None:
+        pass
+    return process
+
+
+def test_where_python_holds_no_processes_the_keeper_still_ends_with_the_launcher(
+    owner: tuple[Owner, subprocess.Popen[bytes]],
+) -> None:
+    process = without("pidfd_open", owner[0])
+    with connected(owner[0], start=False) as kept:
+        assert pid_of(kept) == process.pid
+        assert kept.make("a", 10).stride > 0
+        owner[1].kill()
+        owner[1].communicate()
+        assert process.wait(DEADLINE_S) == 0
+
+
+def test_where_memory_without_a_name_cannot_be_had_who_asks_is_told(
+    owner: tuple[Owner, subprocess.Popen[bytes]],
+) -> None:
+    process = without("memfd_create", owner[0])
+    with connected(owner[0], start=False) as kept:
+        with pytest.raises(MoeCommError, match="memfd_create"):
+            kept.make("a", 10)
+        kept.end()
+    assert process.wait(DEADLINE_S) == 0
+
+
+def test_the_keeper_lives_on_after_requests_that_make_no_sense(owner: tuple[Owner, subprocess.Popen[bytes]]) -> None:
+    with connected(owner[0]) as kept:
+        for request in (
+            b"\xff",
+            b"[]",
+            b"{}",
+            b"{" * 5000,
+            b'{"do": "get"}',
+            b'{"do": "get", "name": "a", "size": -1}',
+        ):
+            kept._socket.sendall(request)
+            assert "error" in json.loads(kept._socket.recv(memory_server.MESSAGE_BYTES)), request
+        with pytest.raises(MoeCommError, match="ValueError"):
+            kept._ask(do="get", name="a", size="much")
+        assert kept.names() == {}
+        kept.end()
+
+
+def test_the_keeper_needs_nothing_but_the_standard_library() -> None:
+    code = f"import runpy, sys; runpy.run_path({memory_server.__file__!r}); print(*sys.modules)"
+    out = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True).stdout
+    assert not {"torch", "numpy", "moe_comm"} & set(out.split())
+
+
+@pytest.fixture
+def slots() -> Slots:
+    handle = os.memfd_create("test")
+    os.ftruncate(handle, Slots.size_for(64))
+    return Slots(handle)
+
+
+def test_a_slot_that_is_being_written_leaves_the_other(slots: Slots) -> None:
+    fill(slots, 0, b"old", 1)
+    fill(slots, 1, b"new", 2)
+    slots.clear(0)
+    slots.content(0)[:3] = b"hal"  # and here its process is killed
+    assert slots.header(0) is None
+    assert bytes(read(slots, 1)[1]) == b"new"
+    with pytest.raises(CheckpointError, match="not complete"):
+        read(slots, 0)
+
+
+def test_a_flipped_bit_is_found(slots: Slots) -> None:
+    fill(slots, 0, b"content", 1)
+    slots.content(0)[3] ^= 1
+    with pytest.raises(CheckpointError, match="rank 1 kept after step 1"):
+        read(slots, 0)
+    fill(slots, 1, b"content", 1)
+    slots.raw(1)[30] ^= 1
+    assert slots.header(1) is None
+
+
+def test_a_header_that_says_more_than_the_slot_holds_is_none(slots: Slots) -> None:
+    slots.commit(0, replace(HEADER, content=slots.stride))
+    assert slots.header(0) is None and SLOTS == 2
+
+
+@given(st.binary(max_size=200))
+def test_headers_are_read_as_written_or_not_at_all(noise: bytes) -> None:
+    raw = HEADER.to_bytes()
+    assert Header.read(raw) == HEADER and len(raw) == HEADER_BYTES
+    changed = noise + raw[len(noise) :]
+    assert Header.read(changed) in (None, HEADER) and Header.read(noise) is None
+
+
+@pytest.mark.parametrize("change", [{"step": -1}, {"step": True}, {"run": 3}, {"crc": 1.5}, {"more": 1}])
+def test_a_header_of_other_fields_is_none(change: dict[str, object]) -> None:
+    strange = object.__new__(Header)
+    strange.__dict__.update(vars(HEADER) | change)
+    assert Header.read(strange.to_bytes()) is None

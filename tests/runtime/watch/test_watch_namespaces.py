@@ -1,0 +1,218 @@
+"""Ranks on two hosts with networks of their own notice what happens to a rank on the other one, or to the cable."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_comm.bench.hosts import INTERFACE, Hosts, why_not
+from moe_comm.runtime.event_layout import Kind
+from moe_comm.runtime.events import EVENTS, moving
+from moe_comm.runtime.launch.agent import ENDED_BY_WATCH
+from moe_comm.runtime.watch import Watcher, WatchOptions
+from moe_comm.runtime.watch.report import Fault
+from tests.pool import RankFailure, RankPool
+
+RANKS = 4
+NEAR, FAR = (0, 1), (2, 3)
+"""Ranks of the first host, which keeps the store, and of the second."""
+FAULT_AT = 4
+OPTIONS = WatchOptions(stuck_s=1.5, start_s=60.0, records=256)
+DEAD_S = 1.0
+"""Within which the end of a process is to be noticed."""
+BUSY_S = 8.0
+"""What a machine that is busy with other tests may take beyond a deadline."""
+CLONE_FS = 0x200
+SPACES = ("net", "uts", "mnt")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """hosts: process ids of their keepers. how: what happens to rank ``culprit``, or to its host's cable."""
+
+    hosts: tuple[int, ...]
+    store: tuple[str, int]
+    folder: str
+    how: str
+    culprit: int
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Hosts]:
+    if problem := why_not():
+        pytest.skip(problem)
+    with Hosts(2, 1.0) as hosts:
+        yield hosts
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    with RankPool(RANKS) as pool:
+        yield pool
+
+
+def plan(hosts: Hosts, folder: Path, how: str, culprit: int) -> Plan:
+    pids = tuple(host.pid for host in hosts.hosts)
+    return Plan(pids, (hosts.hosts[0].address, hosts.next_port()), str(folder), how, culprit)
+
+
+def live(rank: int, world: int, plan: Plan) -> str:
+    """Steps of collectives on a host of its own, in one of which something happens. Returns the error that ended it."""
+    move_to(plan.hosts[rank // 2])
+    join(rank, world, plan.store)
+    told = Path(plan.folder, f"{rank}.jsonl")
+
+    def note(fault: Fault) -> None:
+        with told.open("a") as file:
+            file.write(json.dumps(asdict(fault) | {"at_ns": time.monotonic_ns()}) + "\n")
+
+    group = EVENTS.group(range(world))
+    sums_W = torch.ones(world)
+    try:
+        with Watcher.meet(OPTIONS, Path(plan.folder, "faults"), [note]) as watch:
+            assert watch.board.hosts == (NEAR, FAR)
+            for step in range(1, 1_000_000):
+                with watch.step(step):
+                    if step == FAULT_AT and rank == plan.culprit:
+                        if plan.how == "cut":
+                            hear_twice(watch)
+                        Path(plan.folder, "happened").write_text(str(time.monotonic_ns()))
+                        misbehave(plan.how)
+                    with moving(Kind.COLLECTIVE, "exchange", group=group):
+                        dist.all_to_all_single(torch.empty(world), sums_W)
+    except RuntimeError as error:
+        notes = "\n".join(getattr(error, "__notes__", []))
+        caught = f"{type(error).__name__}: {error}\n{notes}"
+        Path(plan.folder, f"{rank}.caught").write_text(caught)  # what others do may keep it from being returned
+        return caught
+    raise AssertionError("nothing happened")
+
+
+def hear_twice(watch: Watcher) -> None:
+    """Wait until the first host has spoken two times, between which it has listened, so that hosts know each other."""
+    assert watch._hosts is not None
+    beats: set[int] = set()
+    while len(beats - {0}) < 2:
+        threading.Event().wait(0.01)
+        beats.add(watch._hosts._known[0].beat)
+
+
+def misbehave(how: str) -> None:
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+        threading.Event().wait(100)  # it is made to go on for a moment, to write its stacks
+    else:
+        subprocess.run(("ip", "link", "set", INTERFACE, "down"), check=True)
+
+
+def move_to(host: int) -> None:
+    """This thread, and those that it starts from now on, into the namespaces of a process."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    done = [libc.unshare(CLONE_FS)]  # a thread's own working folder and root, or it may not change its mounts
+    folder = os.getcwd()
+    for space in SPACES:
+        with Path(f"/proc/{host}/ns/{space}").open() as file:
+            done.append(libc.setns(file.fileno(), 0))
+    assert done == [0] * len(done), os.strerror(ctypes.get_errno())
+    os.chdir(folder)
+
+
+def join(rank: int, world: int, address: tuple[str, int]) -> None:
+    """A process group over the cable, in place of the pool's."""
+    dist.destroy_process_group()
+    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+    wait = timedelta(seconds=120)  # longer than any test: it is not the collective that gives up
+    store = dist.TCPStore(*address, world, is_master=rank == 0, timeout=wait, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=wait)
+
+
+def faults_of(folder: Path, rank: int) -> list[dict[str, Any]]:
+    """What a rank was told, and when."""
+    path = folder / f"{rank}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def seconds_until(folder: Path, told: dict[str, Any]) -> float:
+    """From what happened until a rank was told; all hosts of one machine have the same clock."""
+    return float((told["at_ns"] - int((folder / "happened").read_text())) / 1e9)
+
+
+def report_of(told: dict[str, Any]) -> str:
+    return Path(told["path"]).read_text()
+
+
+@pytest.mark.parametrize("culprit", FAR, ids=["that speaks for its host", "beside one that does"])
+def test_a_killed_rank_is_named_on_the_other_host(pair: Hosts, ranks: RankPool, tmp_path: Path, culprit: int) -> None:
+    caught = ranks.run(live, plan(pair, tmp_path, "kill", culprit), timeout=90, expect_dead={culprit})
+    check_culprit(tmp_path, caught, "died", culprit, DEAD_S)
+
+
+def test_a_stopped_rank_is_named_as_stuck_on_the_other_host(pair: Hosts, ranks: RankPool, tmp_path: Path) -> None:
+    culprit = FAR[0]
+    caught = ranks.run(live, plan(pair, tmp_path, "stop", culprit), timeout=90, expect_dead={culprit})
+    check_culprit(tmp_path, caught, "stuck", culprit, OPTIONS.stuck_s)
+
+
+def test_a_stopped_rank_that_keeps_the_store_cuts_nobody_off(pair: Hosts, ranks: RankPool, tmp_path: Path) -> None:
+    caught = ranks.run(live, plan(pair, tmp_path, "stop", 0), timeout=90, expect_dead={0})
+    (told,) = faults_of(tmp_path, 1)
+    assert (told["kind"], told["ranks"]) == ("stuck", [0])
+    for rank in FAR:
+        # Little can be told through a store that stands still and then ends, but nothing else.
+        assert all((one["kind"], one["ranks"]) == ("stuck", [0]) for one in faults_of(tmp_path, rank))
+        assert "gloo" in caught[rank], "the connection ends with the process"
+
+
+def check_culprit(folder: Path, caught: list[str], kind: str, culprit: int, within_s: float) -> None:
+    for rank in range(RANKS):
+        faults = faults_of(folder, rank)
+        if rank == culprit:
+            assert faults == []
+            continue
+        assert [(one["kind"], one["ranks"], one["step"]) for one in faults] == [(kind, [culprit], FAULT_AT)]
+        assert seconds_until(folder, faults[0]) < within_s + BUSY_S
+        assert f"rank {culprit}  is the culprit" in report_of(faults[0])
+        assert f"last events of rank {rank}" in report_of(faults[0])
+        assert "Noticed: " in caught[rank] and faults[0]["path"] in caught[rank]
+
+
+def test_a_cut_cable_ends_all_ranks_and_no_rank_is_said_to_have_died(
+    pair: Hosts, ranks: RankPool, tmp_path: Path
+) -> None:
+    try:
+        with pytest.raises(RankFailure) as failure:
+            ranks.run(live, plan(pair, tmp_path, "cut", FAR[0]), timeout=90, grace=20)
+    finally:
+        subprocess.run(pair.command(1, ("ip", "link", "set", INTERFACE, "up")), check=True)
+    # Whoever is first on its host ends itself, and so may the other, unless that gives it an error.
+    assert set(failure.value.errors.values()) == {("ProcessDied", f"exit code {ENDED_BY_WATCH}")}
+    assert all(failure.value.errors.keys() & set(host) for host in (NEAR, FAR))
+    for rank in set(range(RANKS)) - failure.value.errors.keys():
+        assert "Noticed: " in Path(tmp_path, f"{rank}.caught").read_text()
+    name = pair.hosts[1].name
+    for rank in range(RANKS):
+        (told,) = faults_of(tmp_path, rank)
+        assert (told["kind"], told["ranks"], told["action"]) == ("unreachable", list(FAR), "stop")
+        assert told["what"].count(f", {name})") == len(FAR)
+        within_s = OPTIONS.stuck_s + 1.5 if rank in NEAR else 2 * OPTIONS.stuck_s + 2.5
+        assert seconds_until(tmp_path, told) < within_s + BUSY_S
+        report = report_of(told)
+        assert ("cannot be reached: nothing was heard" if rank in NEAR else "is cut off from the others") in report
+        assert "culprit" not in report and "died" not in report and "stuck" not in report
+        assert f"last events of rank {rank}" in report

@@ -1,0 +1,102 @@
+"""A rank that is killed while a checkpoint is written beside training: the one before it counts, and only that one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_comm.observe.records import ATTEMPTS, Attempt, read_lines
+from moe_comm.train import run
+from moe_comm.train.checkpoint import files, latest
+from moe_comm.train.loop.trainer import Trainer
+from tests.pool import RankPool
+from tests.train.checkpoint.common import patched
+from tests.train.loop.test_resume import AUTO, folder_of, losses_of, state_of
+
+SAVING = ("run.steps=8", "checkpoint.every=2", "checkpoint.keep=2", "checkpoint.background=true", "watch.enabled=false")
+WAIT_S = 60.0
+HALF = "step-00000004"
+
+
+def _run(rank: int, world: int, settings: list[str]) -> str:
+    return run(None, settings).status
+
+
+def _run_until_killed(rank: int, world: int, arg: tuple[list[str], int, str, Path]) -> str:
+    """Rank ``arg[1]`` is killed in step 5, by what saves step 4 beside it; how the other ended. ``arg[2]``: after the
+    first bytes of its file, or before the rename that makes the checkpoint complete; ``arg[3]`` is told."""
+    settings, victim, moment, told = arg
+    training, train_step, write_block, rename = threading.Event(), Trainer.train_step, files.write_block, os.rename
+
+    def begin(self: Trainer, step: int) -> Any:
+        if step + 1 == 5:
+            training.set()
+        return train_step(self, step)
+
+    def kill() -> None:
+        assert training.wait(WAIT_S)
+        told.write_text(threading.current_thread().name)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def after_bytes(file: Any, block: memoryview) -> None:
+        write_block(file, block)
+        if f"{HALF}.partial" in str(file.name) and moment == "bytes":
+            file.flush()
+            kill()
+
+    def before_commit(source: Any, target: Any) -> None:
+        if Path(target).name == HALF and moment == "commit":
+            kill()
+        rename(source, target)
+
+    if rank != victim:
+        try:
+            return _run(rank, world, settings)
+        except Exception as error:
+            return type(error).__name__
+    with (
+        patched(Trainer, "train_step", begin),
+        patched(files, "write_block", after_bytes),
+        patched(os, "rename", before_commit),
+    ):
+        return _run(rank, world, settings)
+
+
+@pytest.fixture(scope="module")
+def plain(pool2: RankPool, shared_settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    settings = [*shared_settings, *SAVING, f"run.folder={tmp_path_factory.mktemp('plain')}"]
+    assert pool2.run(_run, settings, timeout=90) == ["finished"] * 2
+    return folder_of(settings)
+
+
+@pytest.mark.parametrize(("victim", "moment"), [(0, "commit"), (1, "bytes")])
+def test_a_rank_killed_in_a_background_save_costs_the_steps_since_the_one_before(
+    pool2: RankPool, settings: list[str], plain: Path, tmp_path: Path, victim: int, moment: str
+) -> None:
+    settings = [*settings, *SAVING]
+    told = tmp_path / "killed"
+    arg = (settings, victim, moment, told)
+    ends = pool2.run(_run_until_killed, arg, timeout=90, expect_dead={victim})
+    assert ends[1 - victim] not in (None, "finished")
+    assert "checkpoint-4" in told.read_text(), "in the background"
+    checkpoints = folder_of(settings) / "checkpoints"
+    assert latest(checkpoints) == checkpoints / "step-00000002"
+    if victim == 0:  # nobody was left to take away what was half written
+        left = {path.name for path in (checkpoints / f"{HALF}.partial").iterdir()}
+        assert {"rank-00000.safetensors", "rank-00001.safetensors", "COMPLETE"} <= left, "all but the rename"
+    # Again with the same folder: the step is saved anew over what is left of it.
+    assert pool2.run(_run, [*settings, AUTO], timeout=90) == ["finished"] * 2
+    folder = folder_of(settings)
+    starts = list(read_lines(folder / ATTEMPTS, Attempt))
+    assert [(one.first_step, one.source) for one in starts] == [(1, "fresh"), (3, "checkpoint")]
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000006", "step-00000008"]
+    assert losses_of(folder) == losses_of(plain)
+    ours, theirs = state_of(folder), state_of(plain)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -1,0 +1,167 @@
+"""What ranks record while they train: the same calls on all, all that moves, and lines that readers can join."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from moe_comm.observe.records import RANKS, SPANS, RankStep, SpanLine, read_folder
+from moe_comm.runtime.events import EVENTS
+from moe_comm.train import run
+from moe_comm.train.loop.recording import clock_skew
+from moe_comm.train.ranks import Ranks
+from tests.pool import RankPool
+from tests.train.common import write_text
+
+MORE = ("observe.every=2", "run.steps=4", "watch.enabled=false")
+OPS = ("dispatch", "combine", "combine backward", "dispatch backward")
+
+
+def moves_rows(span: SpanLine) -> bool:
+    """Whether it is an operation on rows, whole, and not a collective inside of one, or a wait for one begun before."""
+    return span.kind in ("dispatch", "combine") and bool(span.call)
+
+
+def trained(rank: int, world: int, settings: Sequence[str]) -> Path:
+    folder = run(None, settings).folder
+    assert EVENTS.device is None
+    return folder
+
+
+def train(pool: RankPool, tmp_path: Path, *settings: str) -> tuple[list[RankStep], list[SpanLine]]:
+    folder = pool.run(trained, [*write_text(tmp_path), *MORE, *settings], timeout=120)[0]
+    return list(read_folder(folder / RANKS, RankStep)), list(read_folder(folder / SPANS, SpanLine))
+
+
+def calls(spans: Sequence[SpanLine]) -> dict[tuple[str, tuple[int, ...], int], dict[int, tuple[str, str, int, int]]]:
+    """What each rank was in, by call; fails where a rank numbers two of its calls alike."""
+    found: dict[tuple[str, tuple[int, ...], int], dict[int, tuple[str, str, int, int]]] = defaultdict(dict)
+    for span in spans:
+        if span.call:
+            call = found[span.kind, tuple(span.group), span.call]
+            assert span.rank not in call
+            call[span.rank] = (span.name, span.layer, span.step, span.micro)
+    return found
+
+
+SETTINGS = {
+    "shared memory": (),
+    "in chunks, interleaved": ("parallel.backend=all_to_all", "parallel.overlap_chunks=2", "parallel.interleave=true"),
+    "fsdp": ("parallel.sharding=fsdp", "parallel.backend=all_to_all"),
+    "tensor parallel, recomputing": ("parallel.tp=2", "model.recompute=full"),
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+def test_ranks_number_the_calls_of_a_group_alike(pool2: RankPool, tmp_path: Path, settings: tuple[str, ...]) -> None:
+    steps, spans = train(pool2, tmp_path, *settings)
+    assert {span.step for span in spans} == {2, 4}
+    found = calls(spans)
+    assert any(kind == "dispatch" for kind, _, _ in found) and any(kind == "collective" for kind, _, _ in found)
+    for call, ranks in found.items():
+        assert ranks.keys() == set(call[1]) == {0, 1}, call
+        assert ranks[0] == ranks[1], call
+    for rank in (0, 1):
+        ours = [span for span in spans if span.rank == rank and span.step == 2]
+        counted = {name: sum(span.name == name and moves_rows(span) for span in ours) for name in OPS}
+        forward = 8 if "model.recompute=full" in settings else 4  # 2 layers, 2 micro-batches
+        assert counted["dispatch"] == forward and counted["combine"] == forward
+        assert counted["combine backward"] == counted["dispatch backward"] == 4
+        (whole,) = [span for span in ours if span.kind == "step"]
+        inside = [span for span in ours if not span.thread and span.kind not in ("checkpoint", "step")]
+        assert all(whole.begin_ns <= span.begin_ns <= span.end_ns <= whole.end_ns for span in inside)
+        assert {span.layer for span in ours if span.name == "dispatch" and span.layer} == {
+            "layers.0.moe",
+            "layers.1.moe",
+        }
+    for line in steps:
+        assert line.waits.keys() == {"dispatch", "combine", "collective"} and min(line.waits.values()) > 0
+        assert line.rows > 0 and line.sent["dispatch"] > 0 and line.sent["combine"] > 0
+        assert line.peers == {str(1 - line.rank): sum(line.sent.values())}
+    assert [(line.rank, line.step) for line in steps] == [(rank, step) for rank in (0, 1) for step in range(1, 5)]
+
+
+def test_bytes_and_rows_are_those_that_were_dispatched(pool2: RankPool, tmp_path: Path) -> None:
+    for backend in ("shared_memory", "all_to_all"):
+        (tmp_path / backend).mkdir()
+        _, spans = train(pool2, tmp_path / backend, f"parallel.backend={backend}")
+        row = 16 * 4
+        by_call = defaultdict(list)
+        for span in spans:
+            if moves_rows(span):
+                by_call[span.name, span.call].append(span)
+        for (name, _), ranks in by_call.items():
+            if name == "dispatch":
+                slots = 2 * 8 * 16 // 2  # top-k times the tokens of a micro-batch
+                assert sum(sum(span.rows) for span in ranks) == slots
+                assert all(span.nbytes % row == 0 and span.nbytes <= slots // 2 * row for span in ranks)
+        for first, second in (("dispatch", "dispatch backward"), ("combine", "combine backward")):
+            there, back = (
+                {
+                    r: [s.nbytes for s in spans if s.name == name and s.rank == r and moves_rows(s) and s.step == 2]
+                    for r in (0, 1)
+                }
+                for name in (first, second)
+            )
+            # What one sends there comes back from the other.
+            assert sorted(there[0]) == sorted(back[1]) and sorted(there[1]) == sorted(back[0])
+
+
+def test_pipeline_stages_say_what_they_send_and_what_they_wait_for(pool2: RankPool, tmp_path: Path) -> None:
+    for schedule in ("1f1b", "zbv"):
+        (tmp_path / schedule).mkdir()
+        more = ("parallel.pp=2", f"parallel.schedule={schedule}", "data.micro_batches=4", "model.layers=4")
+        steps, spans = train(pool2, tmp_path / schedule, *more)
+        moved: dict[str, set[tuple[int, int, str, str, int, int]]] = {"send": set(), "receive": set()}
+        for span in spans:
+            verb, _, what = span.name.partition(" ")
+            if span.kind == "transfer" and verb in moved:
+                ends = (span.rank, span.peer) if verb == "send" else (span.peer, span.rank)
+                moved[verb].add((span.step, span.micro, span.layer, what, *ends))
+        sends, receives = moved["send"], moved["receive"]
+        assert receives and receives <= sends, receives - sends
+        assert {(what, micro) for _, micro, _, what, _, _ in sends} == {
+            (what, micro) for what in ("activations", "gradients") for micro in range(4)
+        }
+        # Where a stage asked for two things before it computed, one time before a pass is called after the first alone.
+        assert len(receives) == len(sends)
+        passes = [span for span in spans if span.kind == "compute" and span.layer.startswith("stage ")]
+        assert {span.name for span in passes} >= {"forward", "backward", "loss"}
+        assert all(line.waits["transfer"] > 0 for line in steps)
+        assert all(line.peers.keys() == {str(1 - line.rank)} for line in steps)
+
+
+def skewed(rank: int, world: int, hosts: list[str]) -> tuple[int, int]:
+    ahead = {0: 0, 1: 5_000_000_000}[rank]
+    return clock_skew(Ranks.make(), hosts, lambda: time.time_ns() + ahead)
+
+
+def test_the_difference_of_two_hosts_clocks_is_found_within_its_error(pool2: RankPool) -> None:
+    (first, _), (skew, error) = pool2.run(skewed, ["a", "b"], timeout=60)
+    assert first == 0 and abs(skew + 5_000_000_000) <= error < 10**9
+    assert pool2.run(skewed, ["a", "a"], timeout=60) == [(0, 0), (0, 0)]
+
+
+def test_nothing_is_recorded_where_it_is_switched_off(pool2: RankPool, tmp_path: Path) -> None:
+    folder = pool2.run(trained, [*write_text(tmp_path), *MORE, "observe.events=false"], timeout=120)[0]
+    assert not (folder / RANKS).exists() and not (folder / SPANS).exists()
+
+
+def fails(rank: int, world: int, settings: Sequence[str]) -> str:
+    with pytest.raises(Exception) as caught:  # noqa: PT011  whatever it is
+        run(None, settings)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_run_that_fails_leaves_each_ranks_last_spans(pool2: RankPool, tmp_path: Path) -> None:
+    said = pool2.run(fails, [*write_text(tmp_path), *MORE, "optimizer.lr=1e30", "optimizer.clip=0"], timeout=120)
+    dumps = sorted((tmp_path / "runs").glob("*/dumps/step-*/rank-*.jsonl"))
+    assert [path.name for path in dumps] == ["rank-00000.jsonl", "rank-00001.jsonl"]
+    for path, reason in zip(dumps, said, strict=True):
+        lines = list(read_folder(path.parent, SpanLine))
+        assert [line.name for line in lines if line.kind == "mark"].count(reason) >= 1
+        assert any(line.name == "dispatch" for line in lines)

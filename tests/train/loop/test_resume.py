@@ -1,0 +1,387 @@
+"""Runs that are killed, stopped or damaged, and go on: the same bits on one mapping, the same numbers on another."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from moe_comm.errors import CheckpointError, ConfigError
+from moe_comm.train import RunResult, run
+from moe_comm.train.checkpoint import CheckpointReader, latest
+from moe_comm.train.config import load
+from moe_comm.train.loop.trainer import Trainer
+from tests.pool import RankPool
+from tests.train.common import assert_close, assert_floats
+
+AUTO = "checkpoint.resume=auto"
+DEADLINE_S = 120.0
+
+
+class Crash(RuntimeError):
+    """Ends a run in its middle, with nothing saved for the purpose."""
+
+
+@contextlib.contextmanager
+def crash_after(step: int | None) -> Iterator[None]:
+    """Every run raises ``Crash`` when ``step`` steps are done and told, checkpoints of the background included."""
+    if step is None:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        fit = Trainer.fit
+
+        def crashing(self: Trainer, after_step: Any = None) -> str:
+            def after(report: Any) -> None:
+                if report.step == step + 1:
+                    raise Crash
+
+            return fit(self, after)
+
+        patch.setattr(Trainer, "fit", crashing)
+        yield
+
+
+def _run_until(rank: int, world: int, arg: tuple[list[str], int | None]) -> RunResult | None:
+    settings, crash = arg
+    with crash_after(crash):
+        try:
+            return run(None, settings)
+        except Crash:
+            return None
+
+
+def folder_of(settings: list[str]) -> Path:
+    (folder,) = Path(load(None, settings).run.folder).iterdir()
+    return folder
+
+
+def losses_of(folder: Path) -> list[float]:
+    """By step; every step must be there once and in order."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
+    return [line["loss"] for line in steps]
+
+
+def state_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Weights and optimizer state of the newest checkpoint."""
+    path = latest(folder / "checkpoints")
+    assert path is not None
+    reader = CheckpointReader(path)
+    return {name: reader.read(name) for name in reader.names}
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in state_of(folder).items() if name.startswith("model/")}
+
+
+SAME_MAPPING = {
+    "ep, correction bias": ("parallel.ep=2", "model.family=deepseek_v3", "model.bias_rate=0.05"),
+    "fsdp, bf16": ("parallel.sharding=fsdp", "model.dtype=bfloat16"),
+    "zero1, muon": ("parallel.sharding=zero1", "optimizer.kind=muon", "optimizer.momentum=0.9", "optimizer.lr=0.01"),
+    "tp, lamb": ("parallel.tp=2", "optimizer.kind=lamb", "checkpoint.background=false"),
+    "zbv, tied": ("parallel.pp=2", "parallel.schedule=zbv", "model.layers=4", "model.tie=true"),
+    "1f1b, tied": ("parallel.pp=2", "model.tie=true", "optimizer.kind=sgd", "optimizer.momentum=0.9"),
+}
+
+
+@pytest.mark.parametrize("case", SAME_MAPPING)
+def test_a_run_that_crashed_goes_on_to_the_same_bits(
+    pool2: RankPool, shared_settings: list[str], tmp_path: Path, case: str
+) -> None:
+    common = [*shared_settings, *SAME_MAPPING[case], "run.steps=6", "checkpoint.every=2", "run.eval_every=2"]
+    through, broken = ([*common, f"run.folder={tmp_path / name}"] for name in ("through", "broken"))
+    pool2.run(_run_until, (through, None), timeout=90)
+    pool2.run(_run_until, (broken, 4), timeout=90)
+    folder = folder_of(broken)
+    assert json.loads((folder / "result.json").read_text())["status"] == "failed"
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 5 + 2, "told of a step that is then done again"
+    result = pool2.run(_run_until, ([*broken, AUTO], None), timeout=90)[0]
+    assert (result.status, result.steps, result.folder) == ("finished", 6, folder)
+    assert losses_of(folder) == losses_of(folder_of(through))
+    ours, theirs = state_of(folder), state_of(folder_of(through))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    events: Any = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
+
+
+Stage = tuple[int, tuple[str, ...]]
+CHAINS: dict[str, tuple[tuple[str, ...], tuple[Stage, ...]]] = {
+    "ep, tp, pp with tied embeddings, alone": (
+        ("model.tie=true", "model.layers=4", "model.family=deepseek_v3", "model.bias_rate=0.01"),
+        (
+            (2, ("parallel.dp=2", "parallel.ep=2")),
+            (2, ("parallel.tp=2", "parallel.ep=1")),
+            (2, ("parallel.pp=2", "parallel.schedule=zbv")),
+            (2, ("parallel.pp=2", "parallel.schedule=1f1b")),
+            (1, ()),
+        ),
+    ),
+    "strategies and folds": (
+        ("optimizer.clip=0.5",),
+        (
+            (1, ()),
+            (4, ("parallel.sharding=fsdp", "parallel.ep=2")),
+            (4, ("parallel.tp=2", "parallel.cp=2", "parallel.etp=2", "parallel.ep=2", "parallel.sharding=zero1")),
+            (2, ("parallel.sharding=replicate", "parallel.ep=1", "parallel.etp=2")),
+            (2, ("parallel.cp=2", "parallel.context=ring", "parallel.sharding=fsdp")),
+        ),
+    ),
+    "fewer experts on a rank than owners, or none": (
+        ("model.experts=2",),
+        (
+            (4, ("parallel.sharding=zero1", "parallel.ep=2")),
+            (4, ("parallel.sharding=fsdp", "parallel.ep=1")),
+            (4, ("parallel.sharding=fsdp", "parallel.ep=4")),
+            (2, ("parallel.tp=2", "parallel.etp=2", "parallel.ep=1")),
+        ),
+    ),
+}
+
+
+MOMENTUM = ("optimizer.kind=sgd", "optimizer.momentum=0.9", "optimizer.lr=0.03")
+
+
+@pytest.mark.parametrize(("optimizer", "tolerance"), [(MOMENTUM, 1e-5), ((), 1e-3)], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("chain", CHAINS)
+def test_a_run_goes_on_on_other_mappings(
+    pool2: RankPool,
+    pool4: RankPool,
+    shared_settings: list[str],
+    tmp_path: Path,
+    chain: str,
+    optimizer: tuple[str, ...],
+    tolerance: float,
+) -> None:
+    """Two steps on each mapping; losses, and with SGD weights, to 1e-5 of one process. AdamW divides differences by
+    the gradient's size, however small that is."""
+    of_model, stages = CHAINS[chain]
+    steps = 2 * len(stages)
+    common = [*shared_settings, *of_model, *optimizer, f"run.steps={steps}", "checkpoint.every=2"]
+    alone = [*common, f"run.folder={tmp_path / 'alone'}"]
+    _run_until(0, 1, (alone, None))
+    moving = [*common, f"run.folder={tmp_path / 'moving'}", AUTO]
+    for number, (ranks, mapping) in enumerate(stages, 1):
+        until = 2 * number if number < len(stages) else None
+        arg = ([*moving, *mapping], until)
+        if ranks == 1:
+            _run_until(0, 1, arg)
+        else:
+            {2: pool2, 4: pool4}[ranks].run(_run_until, arg, timeout=90)
+    folder = folder_of(moving)
+    assert_floats(losses_of(folder), losses_of(folder_of(alone)))
+    assert_close(weights_of(folder), weights_of(folder_of(alone)), tolerance)
+
+
+def _resume_fails(rank: int, world: int, settings: list[str]) -> tuple[str, str]:
+    try:
+        run(None, settings)
+    except (CheckpointError, ConfigError) as error:
+        return type(error).__name__, str(error)
+    return "resumed", ""
+
+
+def test_what_cannot_be_resumed_says_why_on_every_rank(pool2: RankPool, settings: list[str], tmp_path: Path) -> None:
+    settings = [*settings, "run.steps=4", "checkpoint.every=2", AUTO]
+    pool2.run(_run_until, (settings, 2), timeout=90)
+    for change, kind, said in (
+        ("data.batch=4", "ConfigError", "data.batch was 8 and is 4"),
+        ("data.seq_len=8", "ConfigError", "data.seq_len was 16 and is 8"),
+        ("run.seed=1", "ConfigError", "seed"),
+        ("model.layers=3", "CheckpointError", "lacks tensors that are wanted: model/layers.2."),
+        ("model.hidden=32", "CheckpointError", "has shape"),
+        ("optimizer.kind=sgd", "CheckpointError", "no rank wants: optimizer/"),
+    ):
+        for name, message in pool2.run(_resume_fails, [*settings, change], timeout=90):
+            assert (name, said in message) == (kind, True), (change, name, message)
+    saved = latest(folder_of(settings) / "checkpoints")
+    assert saved is not None
+    damaged = saved / "rank-00001.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    for name, message in pool2.run(_resume_fails, settings, timeout=90):
+        assert (name, "rank-00001.safetensors" in message) == ("CheckpointError", True), message
+
+
+def test_auto_starts_where_there_is_nothing_to_go_on_from(
+    settings: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [*settings, AUTO, "run.steps=2"]
+    first = run(None, settings)
+    assert first.steps == 2
+    assert "this is a new run" not in capsys.readouterr().out
+    second = run(None, settings)
+    assert second.folder != first.folder, "all its steps are done"
+    assert f"{first.folder} has done its 2 steps: this is a new run" in capsys.readouterr().out
+    with crash_after(0), pytest.raises(Crash):
+        run(None, settings)
+    third = run(None, settings)
+    assert third.steps == len(losses_of(third.folder)) == 2
+    assert len(list(first.folder.parent.iterdir())) == 4, "the newest run left no checkpoint, older ones are others"
+
+
+CONSTANT = ("optimizer.schedule=constant", "checkpoint.every=2", "checkpoint.keep=9")
+"""A schedule that does not depend on the number of steps."""
+
+
+@pytest.mark.parametrize("resume", ["auto", "run", "checkpoint", "earlier checkpoint"])
+def test_more_steps_extend_a_finished_run(settings: list[str], tmp_path: Path, resume: str) -> None:
+    settings = [*settings, *CONSTANT]
+    through = run(None, [*settings, "run.steps=6", f"run.folder={tmp_path / 'through'}"])
+    first = run(None, [*settings, "run.steps=4"])
+    assert json.loads((first.folder / "result.json").read_text())["status"] == "finished"
+    paths = {
+        "run": first.folder,
+        "checkpoint": first.folder / "checkpoints" / "step-00000004",
+        "earlier checkpoint": first.folder / "checkpoints" / "step-00000002",
+    }
+    result = run(None, [*settings, "run.steps=6", f"checkpoint.resume={paths.get(resume, resume)}"])
+    assert (result.folder, result.steps, result.status) == (first.folder, 6, "finished")
+    assert losses_of(result.folder) == losses_of(through.folder)
+    ours, theirs = state_of(result.folder), state_of(through.folder)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_what_a_run_cannot_go_on_with_is_refused_and_changes_nothing(settings: list[str], tmp_path: Path) -> None:
+    settings = [*settings, *CONSTANT]
+    folder = run(None, [*settings, "run.steps=4"]).folder
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+    for change, resume, said in (
+        ("run.steps=2", "auto", "has done 4 steps, and run.steps is 2"),
+        ("run.steps=3", folder, "has done 4 steps, and run.steps is 3"),
+        ("run.steps=4", folder, "has done its 4 steps; to train on, set run.steps to more"),
+        ("run.steps=4", tmp_path / "nothing", "neither no nor auto, nor the folder of a run"),
+        ("run.steps=4", tmp_path / "empty", "holds no complete checkpoint"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            run(None, [*settings, change, f"checkpoint.resume={resume}"])
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert len(list(folder.parent.iterdir())) == 1
+
+
+# --- processes of their own ---
+
+
+def _command(settings: list[str]) -> list[str]:
+    return [sys.executable, "-m", "moe_comm", "train", "tiny", *settings]
+
+
+@contextlib.contextmanager
+def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            for pid in [*_children(process.pid), process.pid]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        process.communicate()
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        found += [*_children(int(child)), int(child)]
+    return found
+
+
+def _wait(process: subprocess.Popen[str], done: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not done():
+        assert process.poll() is None, f"ended before {what}: {process.communicate()[0]}"
+        assert time.monotonic() < end, f"no {what} within {DEADLINE_S} s"
+        time.sleep(0.002)
+
+
+def _saved(settings: list[str]) -> bool:
+    """Whether a run of ``settings`` has a checkpoint, and went on for a step."""
+    runs = Path(load("tiny", settings).run.folder)
+    for folder in runs.iterdir() if runs.exists() else ():
+        path = latest(folder / "checkpoints")
+        if path is not None and (folder / "metrics.jsonl").exists():
+            return (folder / "metrics.jsonl").read_text().count("\n") > CheckpointReader(path).step
+    return False
+
+
+def _rank_processes(launcher: int) -> list[int]:
+    """The ranks that ``launcher`` started: torchrun's are told by their environment, ours were forked by its server."""
+    found = []
+    for pid in _children(launcher):
+        with contextlib.suppress(OSError):
+            if b"\0RANK=" in Path(f"/proc/{pid}/environ").read_bytes():
+                found.append(pid)
+            if b"multiprocessing.forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found += _children(pid)
+    return found
+
+
+LONG = ("run.steps=100", "checkpoint.every=3", "run.log_every=50", "parallel.ranks=2")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(shared_settings: list[str], tmp_path_factory: pytest.TempPathFactory, pool2: RankPool) -> list[float]:
+    settings = [*shared_settings, *LONG, f"run.folder={tmp_path_factory.mktemp('uninterrupted')}"]
+    pool2.run(_run_tiny, settings, timeout=120)
+    return losses_of(folder_of(settings))
+
+
+def _run_tiny(rank: int, world: int, settings: list[str]) -> None:
+    run("tiny", settings)
+
+
+def test_sigterm_saves_and_exits_0_and_resume_goes_on(
+    pool2: RankPool, settings: list[str], uninterrupted: list[float]
+) -> None:
+    settings = [*settings, *LONG]
+    with started(_command(settings)) as process:
+        _wait(process, lambda: _saved(settings), "a checkpoint")
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == 0, out
+    folder = folder_of(settings)
+    ended = json.loads((folder / "result.json").read_text())
+    assert ended["status"] == "interrupted"
+    saved = latest(folder / "checkpoints")
+    assert saved is not None and CheckpointReader(saved).step == ended["steps"] < 100
+    pool2.run(_run_tiny, [*settings, AUTO], timeout=120)
+    assert losses_of(folder) == uninterrupted
+
+
+@pytest.mark.parametrize("launcher", ["ours", "torchrun"])
+def test_a_killed_rank_is_started_again_and_goes_on_from_the_last_checkpoint(
+    settings: list[str], uninterrupted: list[float], launcher: str
+) -> None:
+    settings = [*settings, *LONG]
+    command = [*_command(settings), "--restarts", "2"]
+    if launcher == "torchrun":
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command = [*torchrun, "--max-restarts", "2", *command[1:-2], AUTO]
+    with started(command) as process:
+        _wait(process, lambda: _saved(settings), "a checkpoint")
+        ranks = _rank_processes(process.pid)
+        assert len(ranks) == 2
+        os.kill(ranks[-1], signal.SIGKILL)
+        out, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, out
+    assert "goes on after step" in out
+    folder = folder_of(settings)
+    assert json.loads((folder / "result.json").read_text())["status"] == "finished"
+    assert losses_of(folder) == uninterrupted

@@ -1,0 +1,274 @@
+"""The loop itself: mappings end alike, bad numbers on one rank stop or skip the step on all, stops are clean."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from moe_comm.errors import ConfigError, NonFiniteLoss, PeerError
+from moe_comm.layers.sequence import Documents
+from moe_comm.train.data import IGNORE
+from moe_comm.train.loop.trainer import Trainer
+from tests.pool import RankPool
+from tests.train.common import SGD, Session, assert_same_training, session, train, whole
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        ("parallel.ep=2", "parallel.sharding=fsdp"),
+        ("parallel.tp=2", "model.family=deepseek_v3", "model.expert_groups=2", "model.shared_ffn=24"),
+        ("parallel.dp=2", "parallel.ep=1", "parallel.sharding=zero1", "data.batch=6"),
+        ("parallel.cp=2", "parallel.context=ring", "model.family=olmoe", "model.kv_heads=4"),
+        ("parallel.cp=2", "parallel.context=token_ring", "model.family=mixtral", "model.window=5"),
+        ("parallel.cp=2", "parallel.overlap_chunks=2", "model.family=deepseek_v3", "model.expert_groups=2"),
+        ("parallel.pp=2", "parallel.schedule=zero_bubble", "model.family=mixtral", "model.window=5"),
+        ("parallel.ep=1", "parallel.etp=2", "model.parallel_block=true"),
+        (
+            "parallel.ep=2",
+            "parallel.backend=all_to_all",
+            "parallel.overlap_chunks=2",
+            "parallel.interleave=true",
+            "model.shortcut=true",
+            "model.dense_ffn=24",
+        ),
+    ],
+    ids=lambda mapping: " ".join(key.split(".")[1] for key in mapping),
+)
+def test_two_ranks_end_with_the_weights_of_one(
+    pool2: RankPool, shared_settings: list[str], mapping: tuple[str, ...]
+) -> None:
+    of_model = [key for key in mapping if not key.startswith("parallel")]
+    alone = train(0, 1, [*shared_settings, *SGD, *of_model])
+    assert any(norm > 0.5 for norm in alone.norms), "clipping must take part"
+    assert_same_training(pool2.run(train, [*shared_settings, *SGD, *mapping], timeout=90), alone)
+
+
+def test_training_again_gives_the_same_bits(pool2: RankPool, shared_settings: list[str]) -> None:
+    first, second = (pool2.run(train, [*shared_settings, "parallel.ep=2"]) for _ in range(2))
+    assert [t.losses for t in first] == [t.losses for t in second]
+    assert [(t.norms, t.validation) for t in first] == [(t.norms, t.validation) for t in second]
+    ours, theirs = (whole([t.parts for t in run]) for run in (first, second))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_the_first_loss_is_that_of_a_uniform_guess_and_the_balance_loss_that_of_its_loads(
+    shared_settings: list[str],
+) -> None:
+    with session([*shared_settings, "model.init_std=1e-4", "data.micro_batches=1"]) as here:
+        report = here.trainer.train_step(0)
+        assert report.loss == pytest.approx(math.log(here.corpus.vocab_size), rel=1e-3)
+        assert report.tokens == 8 * 16
+        # Uniform probabilities: E * sum(f_e / E) over f_e that add up to K.
+        assert report.load.balance == pytest.approx([2.0, 2.0], rel=1e-3)
+
+
+def _poison(here: Session, how: str) -> None:
+    """Make this rank's loss, or what its routers see, NaN from now on."""
+    if how == "loss":
+        stage = here.stages[-1]
+        loss = stage.loss
+        stage.loss = lambda hidden, targets: loss(hidden, targets) * math.nan
+    else:
+        block = next(iter(here.stages[0].layers.values()))
+        block.attention.register_forward_hook(lambda module, args, output: output * math.nan)
+
+
+def _nan_on_one_rank(rank: int, world: int, arg: tuple[list[str], int, str]) -> tuple[str, bool]:
+    settings, bad_rank, how = arg
+    with session(settings) as here:
+        for step in range(2):
+            here.trainer.train_step(step)
+        before = {name: pieces for name, (_, pieces) in here.parts().items()}
+        if rank == bad_rank:
+            _poison(here, how)
+        with pytest.raises(NonFiniteLoss) as caught:
+            here.trainer.train_step(2)
+        after = here.parts()
+        same = all(
+            torch.equal(a, b) for name in before for (_, a), (_, b) in zip(before[name], after[name][1], strict=True)
+        )
+        return str(caught.value), same
+
+
+@pytest.mark.parametrize("how", ["loss", "activations"])
+@pytest.mark.parametrize(("mapping", "bad_rank"), [("parallel.ep=2", 0), ("parallel.ep=1", 1), ("parallel.pp=2", 1)])
+def test_a_nan_on_one_rank_stops_every_rank_before_the_weights_change(
+    pool2: RankPool, shared_settings: list[str], mapping: str, bad_rank: int, how: str
+) -> None:
+    """Seen in the loss, or by a router first, before which ranks without such tokens would be left waiting."""
+    for message, unchanged in pool2.run(_nan_on_one_rank, ([*shared_settings, mapping], bad_rank, how)):
+        assert "step 3: " in message
+        assert f"NaN or infinite on rank {bad_rank}" in message
+        assert unchanged
+
+
+def _skip(rank: int, world: int, settings: list[str]) -> list[tuple[bool, bool]]:
+    """For each of three steps: whether it was skipped, and whether the weights changed."""
+    found = []
+    with session([*settings, "run.nonfinite=skip"]) as here:
+        stage = here.stages[-1]
+        loss = stage.loss
+        for step in range(3):
+            before = here.parts()
+            bad = step == 1 and rank == world - 1
+            stage.loss = (lambda hidden, targets: loss(hidden, targets) * math.inf) if bad else loss
+            report = here.trainer.train_step(step)
+            moved = any(
+                not torch.equal(a, b)
+                for name, (_, pieces) in here.parts().items()
+                for (_, a), (_, b) in zip(pieces, before[name][1], strict=True)
+            )
+            found.append((bool(report.skipped), moved))
+            assert math.isfinite(report.grad_norm) != bool(report.skipped)
+    return found
+
+
+@pytest.mark.parametrize("mapping", ["parallel.ep=2", "parallel.sharding=fsdp", "parallel.pp=2"])
+def test_a_skipped_step_is_skipped_on_all_and_training_goes_on(
+    pool2: RankPool, shared_settings: list[str], mapping: str
+) -> None:
+    wanted = [(False, True), (True, False), (False, True)]
+    assert pool2.run(_skip, [*shared_settings, mapping]) == [wanted] * 2
+
+
+def test_an_infinite_gradient_leaves_the_weights_as_they_were(shared_settings: list[str]) -> None:
+    with session(shared_settings) as here:
+        before = whole([here.parts()])
+        here.stages[0].norm.weight.register_hook(lambda grad: grad * math.inf)
+        with pytest.raises(NonFiniteLoss, match="gradient's norm is"):
+            here.trainer.train_step(0)
+        after = whole([here.parts()])
+        assert all(torch.equal(value, before[name]) for name, value in after.items())
+
+
+def _stop_on_rank_1(rank: int, world: int, settings: list[str]) -> tuple[str, int]:
+    with session([*settings, "run.steps=50"]) as here:
+        trainer = here.trainer
+
+        def after(report: Any) -> None:
+            if rank == 1 and report.step == 2:
+                trainer.request_stop()
+
+        return trainer.fit(after), len(trainer.reports)
+
+
+def test_a_stop_request_on_one_rank_ends_all_after_the_same_step(pool2: RankPool, shared_settings: list[str]) -> None:
+    assert pool2.run(_stop_on_rank_1, shared_settings) == [("interrupted", 3)] * 2
+
+
+def test_the_time_limit_ends_training_after_a_whole_step(shared_settings: list[str]) -> None:
+    with session([*shared_settings, "run.steps=50", "run.time_limit_s=1e-6"]) as here:
+        assert here.trainer.fit() == "time limit"
+        assert len(here.trainer.reports) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("data.batch=2", "parallel.dp=2"), "1 sequences for 2 data-parallel ranks"),
+        (("parallel.ep=3",), "3"),
+        (("parallel.pp=2", "parallel.schedule=zbv", "model.layers=1"), "layers"),
+        (("parallel.tp=2", "model.heads=3", "model.kv_heads=1", "model.head_dim=8"), "heads"),
+    ],
+    ids=["batch", "ep", "layers", "heads"],
+)
+def test_what_does_not_fit_is_refused_on_every_rank(
+    pool2: RankPool, shared_settings: list[str], given: tuple[str, ...], said: str
+) -> None:
+    messages = pool2.run(_refused, [*shared_settings, *given])
+    assert all(said in message for message in messages), messages
+
+
+def _refused(rank: int, world: int, settings: list[str]) -> str:
+    try:
+        with session(settings) as here:
+            here.trainer.train_step(0)
+    except ConfigError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_training_learns_the_text(shared_settings: list[str]) -> None:
+    learn = ("run.steps=60", "optimizer.lr=0.02", "model.init_std=0.05", "data.batch=16")
+    with session([*shared_settings, *learn]) as here:
+        assert here.trainer.fit() == "finished"
+        reports = here.trainer.reports
+        assert reports[0].loss > 5
+        entropy = here.corpus.statistics().unigram_entropy
+        assert reports[-1].loss < entropy
+        assert here.trainer.evaluate() < entropy
+
+
+class _Summaries:
+    """A sink that keeps what it is told beside the steps."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, dict[str, float]]] = []
+
+    def write(self, report: Any) -> None: ...
+
+    def summary(self, step: int, values: dict[str, float]) -> None:
+        self.told.append((step, dict(values)))
+
+    def close(self) -> None: ...
+
+
+def test_perplexity_is_the_exponential_of_the_mean_loss_of_the_tokens_that_count(shared_settings: list[str]) -> None:
+    """Against log-softmax in float64; padding and the last tokens of documents are no targets."""
+    settings = [*shared_settings, "data.packing=best_fit", "data.documents=separate", "data.seq_len=12"]
+    sink = _Summaries()
+    with session(settings, sinks=[sink]) as here:
+        here.trainer.train_step(0)
+        loss = here.trainer.evaluate()
+        (model,) = here.stages
+        losses = []
+        for whole_batch in here.corpus.validation_batches(2):
+            batch = whole_batch.local()
+            documents = Documents.of(batch.documents_BS, None, "ulysses")
+            with torch.no_grad():
+                logits_BSV = model.logits(model(batch.ids_BS, positions=batch.positions_BS, documents=documents))
+            log_p_BSV = logits_BSV.double().log_softmax(-1)
+            counted_BS = batch.targets_BS != IGNORE
+            targets_BS1 = batch.targets_BS.clamp(min=0).unsqueeze(-1)
+            losses.append(-log_p_BSV.gather(-1, targets_BS1).squeeze(-1)[counted_BS])
+    mean = torch.cat(losses).mean().item()
+    assert 0 < len(torch.cat(losses)) < 2 * 8 * 12, "some targets must not count"
+    assert loss == pytest.approx(mean, rel=1e-6)
+    ((step, told),) = sink.told
+    assert (step, told["validation/loss"]) == (0, loss)
+    assert told["validation/perplexity"] == pytest.approx(math.exp(mean), rel=1e-5)
+
+
+def _leave(rank: int, world: int, settings: list[str]) -> str:
+    with session(settings) as here:
+        here.trainer.train_step(0)
+        if rank == 1:
+            os._exit(1)
+        try:
+            here.trainer.train_step(1)
+        except PeerError as error:
+            return type(error).__name__
+    return "no error"
+
+
+def test_a_rank_that_dies_between_steps_is_a_typed_error_on_the_other(
+    pool2: RankPool, shared_settings: list[str]
+) -> None:
+    assert pool2.run(_leave, shared_settings, timeout=60, expect_dead={1})[0] == "PeerDied"
+
+
+def test_times_add_up(shared_settings: list[str]) -> None:
+    with session(shared_settings) as here:
+        trainer: Trainer = here.trainer
+        for step in range(2):
+            times = trainer.train_step(step).times
+            parts = (times.compute, times.communication, times.data, times.checkpoint, times.loop)
+            assert min(parts) >= 0
+            assert sum(parts) == pytest.approx(times.total)
+            assert times.communication == times.checkpoint == 0, "one rank without a saver"
+            assert times.compute > 0

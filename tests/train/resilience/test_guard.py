@@ -1,0 +1,383 @@
+"""Wrong numbers: a step that is run again in place leaves no trace, and all ranks judge what came of it alike."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from moe_comm.errors import CorruptPayload, MoeCommError, NonFiniteLoss, UnsettledStep
+from moe_comm.layers.load import moe_layers
+from moe_comm.observe.records import FAULTS, FaultRecord, read_lines
+from moe_comm.train import run
+from moe_comm.train.hooks import StepHook
+from moe_comm.train.loop import job
+from tests.pool import RankPool
+from tests.train.common import Parts, session, whole
+
+RERUN = "run.nonfinite=rerun"
+CHECKED = "guard.checksums=true"
+MAPPINGS_2 = [
+    ("parallel.ep=2", "parallel.sharding=fsdp"),
+    ("parallel.tp=2", "model.family=deepseek_v3", "model.expert_groups=2", "model.shared_ffn=24"),
+    ("parallel.dp=2", "parallel.ep=1", "parallel.sharding=zero1", "model.dtype=bfloat16"),
+    ("parallel.pp=2", "parallel.schedule=zero_bubble", "model.recompute=selective"),
+    ("parallel.ep=2", "model.recompute=full", "model.capacity=1.0", "parallel.compress=true"),
+    ("parallel.ep=2", "parallel.backend=all_to_all", "parallel.overlap_chunks=2", "parallel.interleave=true"),
+]
+MAPPINGS_4 = [
+    ("parallel.pp=2", "parallel.ep=2", "parallel.schedule=zbv", "parallel.sharding=fsdp", "model.layers=4"),
+    ("parallel.tp=2", "parallel.ep=2", "parallel.etp=2", "parallel.sharding=zero1", "payload.dispatch=fp8_block"),
+]
+
+
+def _named(mapping: tuple[str, ...]) -> str:
+    return " ".join(key.split(".")[1] for key in mapping)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What goes wrong: ``how`` on ``rank``, in the first ``tries`` tries of ``step``.
+
+    how: "loss" (NaN), "gradient" (one element is NaN), "bit" (of a row that arrived), "infinite row" (one element of a
+    row that arrived), "large loss", "large gradient", "other loss" (NaN, and infinite the next time), "activations"
+    (NaN in the first block).
+    """
+
+    how: str
+    step: int = 2
+    rank: int = 0
+    tries: int = 1
+
+
+class Fault(StepHook):
+    def __init__(self, plan: Plan | None, rank: int) -> None:
+        self.plan = plan if plan is not None and plan.rank == rank else None
+        self.step = self.done = 0
+        self.stages: list[Any] = []
+
+    def install(self, stages: list[Any]) -> None:
+        """What happens in the middle of a step."""
+        self.stages = stages
+        if self.plan is None:
+            return
+        if self.plan.how in ("bit", "infinite row"):
+            for stage in stages:
+                for _, layer in moe_layers(stage):
+                    self._flip_rows(layer.dispatcher)
+                    break  # the first layer alone
+        if self.plan.how == "activations":
+            block = next(iter(stages[0].layers.values()))
+            block.attention.register_forward_hook(lambda module, args, out: out * math.nan if self._due() else out)
+
+    def _due(self) -> bool:
+        if self.plan is None or self.step != self.plan.step or self.done >= self.plan.tries:
+            return False
+        self.done += 1
+        return True
+
+    def _flip_rows(self, dispatcher: Any) -> None:
+        send = dispatcher._send
+        infinite = self.plan is not None and self.plan.how == "infinite row"
+
+        def damaged(x_TD: Tensor, ids_TK: Tensor, header: Any) -> Any:
+            rows_RD, layout = send(x_TD, ids_TK, header)
+            if rows_RD.shape[0] and self._due():
+                rows_RD = rows_RD.clone()
+                words_RD = rows_RD.view(torch.int32)
+                words_RD[0, 0] = 0x7F800000 if infinite else words_RD[0, 0] ^ (1 << 24)
+            return rows_RD, layout
+
+        dispatcher._send = damaged
+
+    def before_step(self, step: int) -> None:
+        self.step = step
+
+    def after_backward(self, step: int, loss: float) -> float:
+        if self.plan is None or self.plan.how in ("bit", "infinite row", "activations") or not self._due():
+            return loss
+        if self.plan.how == "other loss":
+            return math.nan if self.done == 1 else math.inf
+        if self.plan.how == "large loss":
+            return loss * 1000
+        if "loss" in self.plan.how:
+            return math.nan
+        grad: Any = next(p.grad for p in self.stages[-1].parameters() if p.grad is not None and p.grad.numel())
+        local = grad.to_local() if isinstance(grad, DTensor) else grad
+        local.view(-1)[0] = math.nan if self.plan.how == "gradient" else 1e6
+        return loss
+
+
+@dataclass
+class Told:
+    """Of one rank."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    loads: list[Any] = field(default_factory=list)
+    reruns: list[int] = field(default_factory=list)
+    skipped: list[bool] = field(default_factory=list)
+    records: list[FaultRecord] = field(default_factory=list)
+    parts: Parts = field(default_factory=dict)
+    raised: str = ""
+    validation: float = math.nan
+    steps: int = 0
+
+
+def _train(rank: int, world: int, arg: tuple[list[str], Plan | None]) -> Told:
+    settings, plan = arg
+    told, fault = Told(), Fault(plan, rank)
+    with session(settings, hooks=[fault], on_fault=told.records.append) as here:
+        fault.install(here.stages)
+        try:
+            here.trainer.fit()
+            told.validation = here.trainer.evaluate()
+        except (NonFiniteLoss, UnsettledStep, CorruptPayload) as error:
+            told.raised = f"{type(error).__name__}: {error}"
+        for report in here.trainer.reports:
+            told.losses.append(report.loss)
+            told.norms.append(report.grad_norm)
+            told.loads.append(report.load)
+            told.reruns.append(report.reruns)
+            told.skipped.append(bool(report.skipped))
+        told.parts, told.steps = here.parts(), here.trainer.next_step
+    return told
+
+
+def _alone(settings: list[str], plan: Plan | None = None) -> Told:
+    return _train(0, 1, (settings, plan))
+
+
+def assert_same_bits(found: list[Told], expected: list[Told]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.raised == theirs.raised == ""
+        assert ours.losses == theirs.losses and ours.norms == theirs.norms and ours.validation == theirs.validation
+        assert ours.loads == theirs.loads, "routers counted the tokens of both tries"
+    ours_whole, theirs_whole = (whole([told.parts for told in of]) for of in (found, expected))
+    assert ours_whole.keys() == theirs_whole.keys()
+    for name, tensor in theirs_whole.items():
+        assert torch.equal(ours_whole[name], tensor), name
+
+
+def _check_transient(pool: RankPool, settings: list[str], plans: list[Plan]) -> None:
+    world = plans[0].rank + 1
+    clean = pool.run(_train, ([*settings, RERUN, CHECKED], None), timeout=90)
+    assert [told.reruns for told in clean] == [[0] * 4] * world and not clean[0].records
+    plain = pool.run(_train, (settings, None), timeout=90)
+    assert_same_bits(clean, plain)
+    for plan in plans:
+        found = pool.run(_train, ([*settings, RERUN, CHECKED], plan), timeout=90)
+        assert_same_bits(found, clean)
+        assert [told.reruns for told in found] == [[0, 1, 0, 0]] * world, plan
+        (record,) = found[0].records
+        assert (record.step, record.action) == (2, "rerun")
+        assert record.kind == ("corrupt" if plan.how == "bit" else "nonfinite")
+        assert plan.rank in record.ranks, record
+        assert all([(r.kind, r.ranks, r.what) for r in told.records] == [_said(record)] for told in found)
+
+
+def _said(record: FaultRecord) -> tuple[str, list[int], str]:
+    return record.kind, record.ranks, record.what
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS_2, ids=_named)
+def test_a_transient_fault_leaves_no_trace_on_two_ranks(
+    pool2: RankPool, shared_settings: list[str], mapping: tuple[str, ...]
+) -> None:
+    plans = [Plan("loss", rank=1), Plan("gradient", rank=1)]
+    # Rows of the interleaved one travel in chunks: tests/dispatch/test_checksums.py damages those.
+    if "interleave" not in _named(mapping) and "ep=1" not in _named(mapping):
+        plans.append(Plan("bit", rank=1))
+    _check_transient(pool2, [*shared_settings, *mapping], plans)
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS_4, ids=_named)
+def test_a_transient_fault_leaves_no_trace_on_four_ranks(
+    pool4: RankPool, shared_settings: list[str], mapping: tuple[str, ...]
+) -> None:
+    _check_transient(pool4, [*shared_settings, *mapping], [Plan("gradient", rank=3), Plan("bit", rank=3)])
+
+
+@pytest.mark.parametrize("how", ["loss", "gradient", "bit", "activations"])
+def test_a_transient_fault_leaves_no_trace_on_one_rank(shared_settings: list[str], how: str) -> None:
+    settings = [*shared_settings, RERUN, CHECKED]
+    clean, found = _alone(settings), _alone(settings, Plan(how))
+    assert_same_bits([found], [clean])
+    assert found.reruns == [0, 1, 0, 0]
+
+
+def test_whose_numbers_changed_is_named_on_every_rank(pool2: RankPool, shared_settings: list[str]) -> None:
+    """A gradient that is damaged on one rank before the sum makes the norm NaN for all."""
+    settings = [*shared_settings, RERUN, "parallel.ep=1", "parallel.dp=2"]
+    for told in pool2.run(_train, (settings, Plan("gradient", rank=1))):
+        (record,) = told.records
+        assert record.ranks == [1]
+        assert "the gradient's norm is nan" in record.what and "(gradients of rank 1)" in record.what
+    for told in pool2.run(_train, (settings, Plan("loss", rank=1))):
+        assert "(loss of rank 1)" in told.records[0].what
+
+
+def test_a_sum_over_ranks_that_went_wrong_is_told_from_what_a_rank_computed(shared_settings: list[str]) -> None:
+    records: list[FaultRecord] = []
+    with session([*shared_settings, RERUN], on_fault=records.append) as here:
+        data_parallel = here.trainer.machinery.data_parallel
+        reduce, done = data_parallel.reduce, []
+
+        def damaged() -> None:
+            reduce()
+            if not done:
+                done.append(True)
+                grad = data_parallel.owned()[0].value.grad
+                assert grad is not None
+                grad.view(-1)[0] = math.inf
+
+        data_parallel.reduce = damaged  # type: ignore[method-assign]
+        report = here.trainer.train_step(0)
+    (record,) = records
+    assert report.reruns == 1 and not report.skipped and math.isfinite(report.grad_norm)
+    assert record.ranks == [] and "it happened in a sum over ranks" in record.what
+
+
+@pytest.mark.parametrize("how", ["loss", "gradient", "activations"])
+def test_a_persistent_fault_ends_the_run_as_it_would_have_without_a_second_try(
+    pool2: RankPool, shared_settings: list[str], how: str
+) -> None:
+    plan = Plan(how, rank=1, tries=99)
+    for told in pool2.run(_train, ([*shared_settings, RERUN, "parallel.ep=2"], plan)):
+        assert told.raised.startswith("NonFiniteLoss: step 2: ") and "gave the same bits" in told.raised
+        assert told.steps == 1 and [r.action for r in told.records] == ["stop"]
+
+
+def test_a_step_that_is_bad_in_another_way_the_second_time_names_the_rank(
+    pool2: RankPool, shared_settings: list[str]
+) -> None:
+    for told in pool2.run(_train, ([*shared_settings, RERUN, "parallel.ep=2"], Plan("other loss", rank=1, tries=2))):
+        assert told.raised.startswith("UnsettledStep: step 2: ") and "loss of rank 1" in told.raised
+        assert "rank(s) 1" in told.raised
+        (record,) = told.records
+        assert (record.ranks, record.action) == ([1], "stop")
+
+
+@pytest.mark.parametrize(("tries", "good"), [(3, True), (4, False)])
+def test_damaged_rows_are_sent_again_up_to_three_times(shared_settings: list[str], tries: int, good: bool) -> None:
+    settings = [*shared_settings, CHECKED, "data.micro_batches=1"]
+    told = _alone(settings, Plan("bit", tries=tries))
+    assert [record.kind for record in told.records] == ["corrupt"] * tries
+    if good:
+        assert told.reruns == [0, 3, 0, 0]
+        assert_same_bits([told], [_alone(settings)])
+    else:
+        assert told.raised.startswith("CorruptPayload: step 2: rows arrived damaged: 1 block(s) on rank 0, for the 4th")
+        assert told.steps == 1 and told.records[-1].action == "stop"
+
+
+@pytest.mark.parametrize("how", ["bit", "infinite row"])
+def test_damaged_rows_of_an_evaluation_are_sent_again(shared_settings: list[str], how: str) -> None:
+    """An infinite row makes NaN of the next router's logits, which must not be taken for the next step's."""
+    settings = [*shared_settings, CHECKED]
+    found = []
+    for tries in (0, 1, 99):
+        fault = Fault(Plan(how, step=1, tries=tries), 0)
+        with session(settings, hooks=[fault]) as here:
+            here.trainer.train_step(0)
+            fault.install(here.stages)
+            if tries == 99:
+                with pytest.raises(CorruptPayload, match="in 4 evaluations"):
+                    here.trainer.evaluate()
+                continue
+            found.append(here.trainer.evaluate())
+            assert here.trainer.train_step(1).reruns == 0, "damage of the evaluation, taken for the step's"
+    assert found[0] == found[1]
+
+
+def test_without_checksums_a_flipped_bit_changes_a_run_unnoticed(shared_settings: list[str]) -> None:
+    """Which is what they are for; and the damage of these tests is real."""
+    told = _alone(shared_settings, Plan("bit"))
+    assert told.raised == "" and not told.records and told.reruns == [0] * 4
+    assert told.losses != _alone(shared_settings).losses
+
+
+SPIKES = ("guard.window=2", "guard.loss_spike=5", "guard.norm_spike=50", "run.steps=6")
+
+
+@pytest.mark.parametrize("how", ["large loss", "large gradient"])
+def test_a_spike_that_a_second_try_does_not_have_was_a_transient_fault(
+    pool2: RankPool, shared_settings: list[str], how: str
+) -> None:
+    settings = [*shared_settings, *SPIKES, "guard.on_spike=rerun", "parallel.ep=2"]
+    clean = pool2.run(_train, (settings, None))
+    found = pool2.run(_train, (settings, Plan(how, step=4, rank=1)))
+    assert not clean[0].records
+    assert_same_bits(found, clean)
+    assert found[0].reruns == [0, 0, 0, 1, 0, 0]
+    (record,) = found[0].records
+    assert (record.kind, record.action, record.ranks) == ("spike", "rerun", [1])
+    assert "times its mean" in record.what and "a transient fault" in record.what
+
+
+@pytest.mark.parametrize("how", ["large loss", "large gradient"])
+@pytest.mark.parametrize("policy", ["warn", "skip", "rerun"])
+def test_a_spike_that_stays_is_data(shared_settings: list[str], policy: str, how: str) -> None:
+    settings = [*shared_settings, *SPIKES, f"guard.on_spike={policy}"]
+    told = _alone(settings, Plan(how, step=4, tries=99))
+    assert told.raised == ""
+    (record,) = told.records
+    assert record.kind == "spike" and record.ranks == [] and record.step == 4
+    assert record.action == {"warn": "none", "skip": "skip", "rerun": "rerun"}[policy]
+    assert ("it is the data, and is accepted" in record.what) == (policy == "rerun")
+    assert told.reruns[3] == (policy == "rerun")
+    assert told.skipped == [policy == "skip" and step == 3 for step in range(6)]
+
+
+def test_there_is_no_spike_before_the_window_is_full_and_none_without_a_factor(shared_settings: list[str]) -> None:
+    early = _alone([*shared_settings, *SPIKES, "guard.on_spike=skip"], Plan("large loss", step=2))
+    assert not early.records
+    unset = _alone([*shared_settings, "run.steps=5", "guard.window=2"], Plan("large loss", step=4))
+    assert not unset.records
+
+
+class _Doubtful(StepHook):
+    """The loss of step 5 is seven times what it is."""
+
+    def after_backward(self, step: int, loss: float) -> float:
+        return loss * 7 if step == 5 else loss
+
+
+def _resumed(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    class Doubting(job.Trainer):
+        def __init__(self, *args: Any, hooks: Any = (), **options: Any) -> None:
+            super().__init__(*args, hooks=[*hooks, _Doubtful()], **options)
+
+    monkeypatch.setattr(job, "Trainer", Doubting)
+    result = run(None, settings)
+    return [(record.step, record.kind) for record in read_lines(result.folder / FAULTS, FaultRecord)]
+
+
+def test_a_run_that_goes_on_decides_as_one_that_was_not_interrupted(
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The window of four updates goes over the interruption; what was noticed is in the run's folder."""
+    wanted = [*settings, "guard.window=4", "guard.loss_spike=3", "guard.on_spike=skip", "run.name=long"]
+    assert _resumed([*wanted, "run.steps=6"], monkeypatch) == [(5, "spike")]
+
+    broken = [*wanted, "run.name=broken", "run.steps=6", "checkpoint.every=3", "checkpoint.resume=auto"]
+
+    class Stopping(job.Trainer):
+        def fit(self, after_step: Any = None) -> str:
+            def stop(report: Any) -> None:
+                if report.step == 3:
+                    raise MoeCommError("pulled the plug")
+
+            return super().fit(stop)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "Trainer", Stopping)
+        with pytest.raises(MoeCommError, match="plug"):
+            run(None, [*broken, "checkpoint.every=2", "checkpoint.background=false"])
+    assert _resumed([*broken, "checkpoint.every=2"], monkeypatch) == [(5, "spike")]

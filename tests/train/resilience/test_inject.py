@@ -1,0 +1,231 @@
+"""Faults on purpose in training: each happens where it was planned, once, and the run gets past it to the same bits."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_comm.errors import CheckpointError, ConfigError, CorruptFile
+from moe_comm.observe.faults import read_injections
+from moe_comm.observe.records import ATTEMPTS, FAULTS, INJECTED, Attempt, FaultRecord, read_lines
+from moe_comm.observe.survival import answers
+from moe_comm.train import run
+from moe_comm.train.checkpoint import CheckpointReader, latest
+from moe_comm.train.config import load
+from moe_comm.train.resilience import fault_actions
+from moe_comm.train.resilience.inject import Injector
+from tests.pool import RankPool
+
+SETTINGS = ["run.steps=8", "run.nonfinite=rerun", "guard.checksums=true", "watch.enabled=false", "observe.every=0"]
+
+
+def with_faults(settings: list[str], *faults: str) -> list[str]:
+    return [*settings, f"faults.plan={json.dumps(faults)}"]
+
+
+def folder_of(settings: list[str]) -> Path:
+    (folder,) = Path(load(None, settings).run.folder).iterdir()
+    return folder
+
+
+def losses_of(folder: Path) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def state_of(folder: Path) -> dict[str, torch.Tensor]:
+    path = latest(folder / "checkpoints")
+    assert path is not None
+    reader = CheckpointReader(path)
+    return {name: reader.read(name) for name in reader.names}
+
+
+def assert_same_bits(folder: Path, expected: Path) -> None:
+    assert losses_of(folder) == losses_of(expected)
+    ours, theirs = state_of(folder), state_of(expected)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def _run(rank: int, world: int, settings: list[str]) -> str:
+    """How it ended: the status, or what was raised."""
+    try:
+        return run(None, settings).status
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_faults_that_a_step_survives_leave_no_trace_in_its_numbers(
+    pool2: RankPool, shared_settings: list[str], tmp_path: Path
+) -> None:
+    common = [*shared_settings, *SETTINGS]
+    plain, broken = ([*common, f"run.folder={tmp_path / name}"] for name in ("plain", "broken"))
+    faults = [
+        "nan_loss:rank=1,step=2",
+        "nan_grad:rank=0,step=3",
+        "flip_bit:rank=1,step=4,layer=1",
+        "slow_sleep:rank=0,step=5,at=backward,seconds=0.01,steps=2",
+        "slow_cpu:rank=1,step=6,at=start,seconds=0.01",
+        "full_shm:rank=0,step=7,at=end,seconds=0.01,mib=1",
+    ]
+    assert pool2.run(_run, plain, timeout=90) == ["finished"] * 2
+    assert pool2.run(_run, with_faults(broken, *faults), timeout=90) == ["finished"] * 2
+    folder = folder_of(broken)
+    assert [one.fault for one in read_injections(folder / INJECTED)] == faults
+    noticed = list(read_lines(folder / FAULTS, FaultRecord))
+    found = {(one.step, one.kind, tuple(one.ranks), one.action) for one in noticed}
+    assert {(2, "nonfinite", (1,), "rerun"), (4, "corrupt", (1,), "rerun")} <= found
+    assert any(one.step == 3 and one.kind == "nonfinite" for one in noticed)
+    assert_same_bits(folder, folder_of(plain))
+    assert not (folder_of(plain) / INJECTED).exists()
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("raise_forward:step=5", "FaultOnPurpose: raise_forward on purpose, in step 5"),
+        ("raise_backward:step=5,layer=1", "FaultOnPurpose: raise_backward on purpose, in step 5"),
+        ("raise_thread:step=5", "FaultOnPurpose: raise_thread on purpose, in the data of step 5"),
+        ("full_disk:step=5", "CheckpointError: step 6 could not be saved"),
+    ],
+)
+def test_a_run_that_a_fault_ended_goes_on_without_it_to_the_same_bits(
+    settings: list[str], plain: Path, fault: str, told: str
+) -> None:
+    saving = [*settings, *SETTINGS, "checkpoint.every=2", "checkpoint.background=false"]
+    assert _run(0, 1, with_faults(saving, fault)).startswith(told)
+    assert _run(0, 1, with_faults([*saving, "checkpoint.resume=auto"], fault)) == "finished"
+    folder = folder_of(saving)
+    assert [one.kind for one in read_injections(folder / INJECTED)] == [fault.partition(":")[0]]
+    assert_same_bits(folder, plain)
+
+
+@pytest.fixture(scope="module")
+def plain(shared_settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run without faults on one rank."""
+    settings = [*shared_settings, *SETTINGS, f"run.folder={tmp_path_factory.mktemp('plain')}"]
+    assert _run(0, 1, settings) == "finished"
+    return folder_of(settings)
+
+
+@pytest.mark.parametrize("kind", ["checkpoint_truncate", "checkpoint_flip", "checkpoint_missing"])
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(settings: list[str], plain: Path, kind: str) -> None:
+    saving = [*settings, *SETTINGS, "checkpoint.every=2", "checkpoint.keep=3"]
+    faults = (f"{kind}:step=5", "raise_forward:step=6")
+    assert "raise_forward" in _run(0, 1, with_faults(saving, *faults))
+    again = with_faults([*saving, "checkpoint.resume=auto"], *faults)
+    assert _run(0, 1, again) == "finished"
+    folder = folder_of(saving)
+    (noticed,) = (one for one in read_lines(folder / FAULTS, FaultRecord) if one.kind == "checkpoint")
+    assert (noticed.step, noticed.action) == (4, "restart")
+    assert [one.first_step for one in read_lines(folder / ATTEMPTS, Attempt)] == [1, 3]
+    assert_same_bits(folder, plain)
+
+
+def test_where_all_checkpoints_are_damaged_the_newest_one_is_told(settings: list[str]) -> None:
+    saving = [*settings, *SETTINGS, "checkpoint.every=2", "checkpoint.keep=1"]
+    faults = ("checkpoint_flip:step=5", "raise_forward:step=5")
+    assert "raise_forward" in _run(0, 1, with_faults(saving, *faults))
+    with pytest.raises((CheckpointError, CorruptFile), match="step-00000004"):
+        run(None, with_faults([*saving, "checkpoint.resume=auto"], *faults))
+
+
+def test_a_run_that_had_saved_nothing_does_not_meet_its_fault_again(pool2: RankPool, settings: list[str]) -> None:
+    plan = [f"raise_forward:rank={rank},step=2" for rank in range(2)]
+    faults = with_faults([*settings, *SETTINGS], *plan)
+    assert all("raise_forward" in end for end in pool2.run(_run, faults, timeout=60))
+    assert pool2.run(_run, [*faults, "checkpoint.resume=auto"], timeout=60) == ["finished"] * 2
+    folders = sorted(Path(load(None, settings).run.folder).iterdir(), key=lambda path: path.stat().st_ctime_ns)
+    found = answers(folders[-1])
+    assert [(one.injection.kind, one.injection.attempt) for one in found] == [("raise_forward", 0)] * 2
+    assert all(one.recovered_s > 0 for one in found), "the run in the new folder is past it"
+    starts, (first,) = (list(read_lines(folder / ATTEMPTS, Attempt)) for folder in reversed(folders))
+    assert [one.number for one in starts] == [0, 1] and starts[0] == first, "its clock runs since its first start"
+    assert (starts[1].lost_steps, starts[1].source) == (1, "fresh")
+    ends = pool2.run(_run, faults, timeout=60)
+    assert all("raise_forward" in end for end in ends), "a new run is not that one"
+
+
+def test_a_fault_that_cannot_be_had_is_refused_on_every_rank(pool2: RankPool, settings: list[str]) -> None:
+    for plan, extra, told in (
+        ("kill:rank=2,step=1", [], "there is no rank 2 among 2"),
+        ("klil:step=1", [], "did you mean kill"),
+        ("flip_bit:step=1", ["parallel.overlap_chunks=2"], "set parallel.overlap_chunks=0"),
+        ("slow_link:step=1", [], "it needs ranks on hosts of moe_comm.bench.hosts"),
+    ):
+        ends = pool2.run(_run, with_faults([*settings, *SETTINGS, *extra], plan), timeout=60)
+        assert all(end.startswith("ConfigError") and told in end for end in ends), ends
+
+
+def test_slowing_a_link_keeps_its_other_settings_and_gives_its_rate_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = "qdisc tbf 8003: root refcnt 5 rate 1Gbit burst 73728b lat 50ms"
+    calls: list[tuple[str, ...]] = []
+
+    def tc(*arguments: str) -> str:
+        calls.append(arguments)
+        return shown
+
+    monkeypatch.setattr(fault_actions, "_run", tc)
+    restore = fault_actions.slow_link(25)
+    restore()
+    # So does a rank that was started again, by what was written down before the link was slowed.
+    written = fault_actions.link_shape()
+    fault_actions.shape_link(written)
+    assert calls.pop() == calls[-2] and calls.pop() == ("qdisc", "show", "dev", "link0")
+    of_link = ("dev", "link0", "root", "tbf", "rate")
+    rest = ("burst", "73728b", "latency", "50ms")
+    assert calls[1:] == [
+        ("qdisc", "replace", *of_link, "25mbit", *rest),
+        ("qdisc", "replace", *of_link, "1Gbit", *rest),
+    ]
+    monkeypatch.setattr(fault_actions, "_run", lambda *arguments: "qdisc noqueue 0: root")
+    with pytest.raises(ConfigError, match="not shaped by tbf"):
+        fault_actions.slow_link(25)
+
+
+def test_a_link_that_was_slow_when_its_rank_died_gets_its_rate_back(
+    settings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = ["1Gbit"]
+
+    def tc(*arguments: str) -> str:
+        if "replace" in arguments:
+            rates.append(arguments[arguments.index("rate") + 1])
+        return f"qdisc tbf 8003: root refcnt 5 rate {rates[-1]} burst 73728b lat 50ms"
+
+    monkeypatch.setattr(fault_actions, "_run", tc)
+    monkeypatch.setattr(fault_actions, "check_link", lambda: "")
+    faults = with_faults(
+        [*settings, *SETTINGS, "checkpoint.every=2"],
+        "slow_link:step=3,steps=2,mbit=20",
+        "slow_link:step=4,steps=2,mbit=10",
+        "raise_forward:step=4",
+    )
+    with monkeypatch.context() as dead:
+        dead.setattr(Injector, "close", lambda self: None)
+        assert "raise_forward" in _run(0, 1, faults)
+    assert rates == ["1Gbit", "20.0mbit", "10.0mbit"]
+    assert _run(0, 1, [*faults, "checkpoint.resume=auto"]) == "finished"
+    assert rates[3:] == ["1Gbit"]
+
+
+def test_damage_changes_one_file_as_it_says(tmp_path: Path) -> None:
+    content = bytes(range(256))
+    changed: dict[str, Any] = {}
+    for kind in ("checkpoint_truncate", "checkpoint_flip", "checkpoint_missing"):
+        path = tmp_path / kind
+        path.write_bytes(content)
+        fault_actions.damage(path, kind, random.Random(1))
+        changed[kind] = path.read_bytes() if path.exists() else None
+    assert changed["checkpoint_missing"] is None
+    assert content.startswith(changed["checkpoint_truncate"]) and len(changed["checkpoint_truncate"]) < 256
+    pairs = zip(content, changed["checkpoint_flip"], strict=True)
+    assert sum((a ^ b).bit_count() for a, b in pairs) == 1
+    assert fault_actions.choose_file(tmp_path, "checkpoint_flip", random.Random(1)) is None, (
+        "no checkpoint is no victim"
+    )

@@ -1,0 +1,263 @@
+"""Runs that go on from memory: the same bits as without a fault, whichever copy is lost or damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import struct
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_comm.observe.records import Attempt, read_lines
+from moe_comm.runtime.launch import init_ranks, launch
+from moe_comm.runtime.persistent_memory import KeptMemory, Owner, Slots
+from moe_comm.train import RunResult, run
+from moe_comm.train.loop import job
+from moe_comm.train.resilience.peer_memory import PeerMemory
+from moe_comm.train.resilience.persistent_state import open_kept
+from tests.pool import RankPool
+from tests.train.loop.test_resume import AUTO, Crash, crash_after, folder_of, losses_of, state_of
+
+EVERY = "checkpoint.peer_every=1"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A run of a pool's ranks. owner: of the keepers; None: nothing is kept. hosts: a name for every rank.
+    crash: after so many steps."""
+
+    settings: tuple[str, ...]
+    owner: Owner | None = None
+    hosts: str = "aaaa"
+    crash: int | None = None
+
+    def then(self, *settings: str, **changes: Any) -> Setting:
+        """The ranks that are started after these."""
+        return replace(self, settings=(*self.settings, AUTO, *settings), **{"crash": None} | changes)
+
+
+def _work(rank: int, world: int, setting: Setting) -> RunResult | None:
+    owner = setting.owner
+    with pytest.MonkeyPatch.context() as patch, crash_after(setting.crash):
+        if owner is not None:
+            patch.setattr(job, "open_kept", lambda ranks, say: KeptMemory(owner, host=setting.hosts[rank]))
+        try:
+            return run(None, list(setting.settings))
+        except Crash:
+            return None
+
+
+def keeper_of(kept: KeptMemory) -> int:
+    """The process id of a keeper."""
+    raw = kept._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", raw)[0])
+
+
+def ended(pid: int) -> bool:
+    """Whether a process has, within 30 s."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    with os.fdopen(handle) as file:
+        return bool(select.select([file], [], [], 30)[0])
+
+
+def kill_host(owner: Owner, host: str) -> None:
+    """End a host's keeper, as the loss of the host would."""
+    kept = KeptMemory(owner, host=host, start=False)
+    pid = keeper_of(kept)
+    kept.close()
+    os.kill(pid, signal.SIGKILL)
+    assert ended(pid)
+
+
+def newest(slots: Slots) -> int:
+    headers = [slots.header(slot) for slot in range(2)]
+    return max(range(2), key=lambda slot: -1 if (found := headers[slot]) is None else found.step)
+
+
+def damage(owner: Owner, host: str, rank: int, slots_of: str = "newest") -> None:
+    """Change a byte of what a host keeps of a rank's state, to another one every time."""
+    kept = KeptMemory(owner, host=host, start=False)
+    slots = kept.find(f"rank-{rank:05d}")
+    assert slots is not None
+    for slot in range(2) if slots_of == "all" else [newest(slots)]:
+        slots.content(slot)[100] = (slots.content(slot)[100] + 1) % 256
+    kept.close()
+
+
+def attempts_of(folder: Path) -> list[tuple[int, str]]:
+    return [(attempt.first_step, attempt.source) for attempt in read_lines(folder / "attempts.jsonl", Attempt)]
+
+
+def assert_same_run(folder: Path, other: Path) -> None:
+    assert losses_of(folder) == losses_of(other)
+    ours, theirs = state_of(folder), state_of(other)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def place(settings: list[str], tmp_path: Path, name: str) -> tuple[str, ...]:
+    return (*settings, f"run.folder={tmp_path / name}")
+
+
+SPREAD = ("parallel.ep=2", "parallel.sharding=fsdp", "model.dtype=bfloat16", "model.family=deepseek_v3")
+MAPPINGS = {
+    "ep, fsdp, bf16, correction bias": (*SPREAD, "model.bias_rate=0.05"),
+    "zbv, tied": ("parallel.pp=2", "parallel.schedule=zbv", "model.layers=4", "model.tie=true"),
+}
+
+
+@pytest.mark.parametrize(
+    ("mapping", "lost"), [("ep, fsdp, bf16, correction bias", "a host"), ("zbv, tied", "processes")]
+)
+def test_a_run_without_checkpoints_goes_on_to_the_same_bits(
+    pool2: RankPool, shared_settings: list[str], tmp_path: Path, owner: Owner, mapping: str, lost: str
+) -> None:
+    settings = [*shared_settings, *MAPPINGS[mapping], "run.steps=5", "run.eval_every=2"]
+    through = place(settings, tmp_path, "through")
+    pool2.run(_work, Setting(through), timeout=90)
+    broken = Setting((*place(settings, tmp_path, "broken"), EVERY), owner, "ab", crash=3)
+    pool2.run(_work, broken, timeout=90)
+    if lost == "a host":
+        kill_host(owner, "b")
+    result = pool2.run(_work, broken.then(), timeout=90)[0]
+    folder = folder_of(list(broken.settings))
+    assert (result.status, result.steps, result.folder) == ("finished", 5, folder)
+    assert attempts_of(folder) == [(1, "fresh"), (4, "peer memory")]
+    assert_same_run(folder, folder_of(list(through)))
+    ended = json.loads((folder / "result.json").read_text())
+    assert ended["peer_memory"]["copies"] == 1 and ended["peer_memory"]["bytes"] > 0
+    assert ended["effective_time"]["attempts"] == 2 and ended["effective_time"]["lost_steps"] == 1
+
+
+def test_a_host_of_several_ranks_is_lost(
+    pool4: RankPool, shared_settings: list[str], tmp_path: Path, owner: Owner
+) -> None:
+    settings = [*shared_settings, "parallel.tp=2", "parallel.ep=2", "run.steps=4"]
+    through = place(settings, tmp_path, "through")
+    pool4.run(_work, Setting(through), timeout=90)
+    broken = Setting((*place(settings, tmp_path, "broken"), EVERY), owner, "aabb", crash=2)
+    pool4.run(_work, broken, timeout=90)
+    kill_host(owner, "a")
+    # The ranks that are started again are numbered otherwise: no host has the states of its own ranks.
+    pool4.run(_work, broken.then(hosts="bbaa"), timeout=90)
+    folder = folder_of(list(broken.settings))
+    assert attempts_of(folder) == [(1, "fresh"), (3, "peer memory")]
+    assert_same_run(folder, folder_of(list(through)))
+
+
+def test_what_is_damaged_is_taken_from_elsewhere_or_an_earlier_step_or_the_disk(
+    pool2: RankPool, shared_settings: list[str], tmp_path: Path, owner: Owner
+) -> None:
+    settings = [*shared_settings, "parallel.ep=2", "run.steps=7", "checkpoint.every=2"]
+    through = place(settings, tmp_path, "through")
+    pool2.run(_work, Setting(through), timeout=90)
+    broken = Setting((*place(settings, tmp_path, "broken"), EVERY), owner, "ab", crash=5)
+    pool2.run(_work, broken, timeout=90)
+    damage(owner, "b", 1)
+    # The other host's copy of step 5.
+    pool2.run(_work, broken.then(crash=5), timeout=90)
+    damage(owner, "a", 1)
+    damage(owner, "b", 1)
+    # Step 4 in memory, as new as the disk's.
+    pool2.run(_work, broken.then(crash=4), timeout=90)
+    for host in "ab":
+        damage(owner, host, 0, "all")
+    # Step 4 on the disk.
+    pool2.run(_work, broken.then(crash=6), timeout=90)
+    # Step 6 is on the disk too, and of another mapping there is nothing in memory; and then of the first one.
+    pool2.run(_work, broken.then("parallel.ep=1", crash=6), timeout=90)
+    pool2.run(_work, broken.then(), timeout=90)
+    folder = folder_of(list(broken.settings))
+    memory, disk = "peer memory", "checkpoint"
+    assert attempts_of(folder) == [(1, "fresh"), (6, memory), (5, memory), (5, disk), (7, disk), (7, disk)]
+    assert_same_run(folder, folder_of(list(through)))
+
+
+def test_memory_that_is_older_than_the_disk_is_left_alone(
+    pool2: RankPool, shared_settings: list[str], tmp_path: Path, owner: Owner
+) -> None:
+    settings = place(
+        [*shared_settings, "run.steps=5", "checkpoint.every=4", "checkpoint.peer_every=3"], tmp_path, "runs"
+    )
+    setting = Setting(settings, owner, "aa", crash=4)
+    pool2.run(_work, setting, timeout=90)
+    pool2.run(_work, setting.then(), timeout=90)
+    assert attempts_of(folder_of(list(settings))) == [(1, "fresh"), (5, "checkpoint")]
+
+
+def test_memory_of_another_run_is_not_gone_on_with(
+    pool2: RankPool, shared_settings: list[str], tmp_path: Path, owner: Owner
+) -> None:
+    first, second = (
+        Setting((*place([*shared_settings, "run.steps=3"], tmp_path, name), EVERY), owner, "aa", crash=2)
+        for name in ("first", "second")
+    )
+    pool2.run(_work, first, timeout=90)
+    result = pool2.run(_work, second.then(), timeout=90)[0]
+    assert attempts_of(result.folder) == [(1, "fresh")] and result.folder == folder_of(list(second.settings))
+
+
+def test_where_nothing_starts_ranks_again_nothing_is_kept(settings: list[str], capsys: Any) -> None:
+    result = run(None, [*settings, EVERY, "run.steps=2"])
+    assert result.status == "finished"
+    assert "no state is kept in memory: rank 0: nothing would start these ranks again" in capsys.readouterr().out
+    assert "peer_memory" not in json.loads((result.folder / "result.json").read_text())
+
+
+# --- processes of their own ---
+
+
+def _killed_once(settings: list[str], victim: int, keepers: Path) -> RunResult:
+    """A rank kills itself in the middle of a step of the first attempt. Writes the processes of keepers to a file."""
+    with init_ranks(None, 30) as ranks, pytest.MonkeyPatch.context() as patch:
+
+        def noting(*args: Any) -> Any:
+            kept = open_kept(*args)
+            assert kept is not None
+            with keepers.open("a") as file:
+                file.write(f"{keeper_of(kept)}\n")
+            return kept
+
+        def deadly(self: PeerMemory, step: int, loss: float) -> float:
+            if ranks.rank == victim and ranks.restarts == 0 and step == 4:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return loss
+
+        patch.setattr(job, "open_kept", noting)
+        patch.setattr(PeerMemory, "after_backward", deadly)
+        return run(None, [*settings, *([AUTO] if ranks.restarts else [])])
+
+
+def test_a_killed_rank_is_started_again_and_goes_on_from_memory(
+    pool2: RankPool, shared_settings: list[str], tmp_path: Path
+) -> None:
+    settings = [*shared_settings, "parallel.ep=2", "run.steps=5"]
+    through = place(settings, tmp_path, "through")
+    pool2.run(_work, Setting(through), timeout=90)
+    shared = set(Path("/dev/shm").glob("moe_comm.*"))
+    broken = [*place(settings, tmp_path, "broken"), EVERY]
+    keepers = tmp_path / "keepers"
+    results = launch(_killed_once, (broken, 1, keepers), ranks=2, restarts=1, preload=["torch"])
+    folder = folder_of(broken)
+    assert [result.steps for result in results] == [5, 5]
+    (first, fresh), (again, source) = attempts_of(folder)
+    # What was being kept when the rank was killed may be complete, or the step before is.
+    assert (first, fresh, source) == (1, "fresh", "peer memory") and again in (3, 4)
+    assert_same_run(folder, folder_of(list(through)))
+    (pid,) = set(keepers.read_text().split())
+    assert ended(int(pid)), "both attempts had the same, and it ended with the run"
+    left = set(Path("/dev/shm").glob("moe_comm.*")) - shared
+    # Of processes that run: those of other tests on this machine.
+    assert not [path for path in left if not Path("/proc", path.name.split(".")[1]).exists()]
+    effective = json.loads((folder / "result.json").read_text())["effective_time"]
+    assert effective["attempts"] == 2 and 0 < effective["ratio"] < 1 and effective["restart_s"] > 0
