@@ -10,16 +10,16 @@ import pytest
 
 from moe_comm.cli import run as command
 from moe_comm.errors import ConfigError
-from moe_comm.plan.hardware_table import cluster_named
-from moe_comm.plan.load import Load
-from moe_comm.plan.mapping import Dispatcher, Mapping
-from moe_comm.plan.memory import Policy
-from moe_comm.plan.model import ModelShape
-from moe_comm.plan.model_file import model_named
-from moe_comm.plan.question import Question
-from moe_comm.plan.search import search
-from moe_comm.plan.space import Space
-from moe_comm.plan.to_config import differences, train_config
+from moe_comm.plan.machine.hardware_table import cluster_named
+from moe_comm.plan.model.files import model_named
+from moe_comm.plan.model.load import Load
+from moe_comm.plan.model.mapping import Dispatcher, Mapping
+from moe_comm.plan.model.memory import Policy
+from moe_comm.plan.model.shape import ModelShape
+from moe_comm.plan.search.question import Question
+from moe_comm.plan.search.search import search
+from moe_comm.plan.search.space import Space
+from moe_comm.plan.search.to_config import differences, train_config
 from moe_comm.train.build import _dispatch_options
 from moe_comm.train.config import TrainConfig, load
 from moe_comm.train.dry_run import examine
