@@ -162,7 +162,7 @@ def plan(
         if model is None or gpus is None or hardware is None or seq_len is None or global_batch is None:
             raise ConfigError(f"missing option {next(name for name, value in needed.items() if value is None)}")
         question = load("moe_comm.plan.search.question", "train").Question(
-            load("moe_comm.plan.model.files", "train").model_named(model),
+            load("moe_comm.train.plan_config", "train").model_named(model),
             _cluster(hardware, hardware_file, gpus, host_size),
             load("moe_comm.plan.model.load", "train").Load.assumed(seq_len, dtype.value, capacity_factor, imbalance),
             global_batch,
@@ -224,10 +224,10 @@ class _Outputs:
         self, question: Question, candidate: Candidate, found: Found | None, simulated: Simulated | None
     ) -> Iterator[Path]:
         if self.config is not None:
-            toml: str = load("moe_comm.plan.search.to_config", "train").train_config(question, candidate)
+            toml: str = load("moe_comm.train.plan_config", "train").train_config(question, candidate)
             self.config.write_text(toml, encoding="utf-8")
             yield self.config
-            for difference in load("moe_comm.plan.search.to_config", "train").differences(question, candidate):
+            for difference in load("moe_comm.train.plan_config", "train").differences(question, candidate):
                 typer.echo(f"{self.config}: {difference}", err=self.json == "-")
         if self.trace is None and self.page is None:
             return

@@ -1,4 +1,4 @@
-"""A model's shape from a name, a Hugging Face ``config.json``, or a configuration of ``moe-comm train``.
+"""A model's shape from a name or a Hugging Face ``config.json``.
 
 ``config.json`` is read as plain JSON, so any model's will do, of a family that is known here or not, and transformers
 need not be installed. What families call the same thing stands in one table of names; what they do without saying (the
@@ -9,7 +9,7 @@ default: a key that is missing is an error that names it.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,12 +46,12 @@ _SHARED_FFN = (
 _FIRST_DENSE = ("first_k_dense_replace", "moe_layer_start_index", "moe_layer_num_skipped")
 
 
-def model_named(text: str) -> ModelShape:
+def model_named(text: str, others: Iterable[str] = ()) -> ModelShape:
     """The model that ``text`` names, or describes where it is the path of a file or of a model's folder.
 
     Args:
-        text: one of ``MODELS``; a ``config.json`` of Hugging Face, or its folder; a ``.toml`` or ``.json``
-            configuration of ``moe-comm train``, or the name of a ready one.
+        text: one of ``MODELS``; a ``config.json`` of Hugging Face, or its folder.
+        others: names that an error lists beside those of ``MODELS``.
 
     Raises:
         ConfigError: no such model; a file that cannot be read, or lacks a key or contradicts itself: names the key.
@@ -63,22 +63,8 @@ def model_named(text: str) -> ModelShape:
     if path.is_dir():
         path /= "config.json"
     if path.suffix == ".json":
-        return _from_json(path)
-    if path.suffix == ".toml":
-        return _from_training(str(path))
-    return _from_ready(name)
-
-
-def _from_ready(name: str) -> ModelShape:
-    try:
-        from moe_comm.train.config import ready_configs
-
-        ready = set(ready_configs())
-    except ImportError:  # training's packages are not installed
-        ready = set()
-    if name in ready:
-        return _from_training(name)
-    known = sorted(ready | set(MODELS))
+        return shape_of_hugging_face(read_json(path), str(path))
+    known = sorted({*others, *MODELS})
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise ConfigError(
@@ -87,34 +73,18 @@ def _from_ready(name: str) -> ModelShape:
     )
 
 
-def _from_json(path: Path) -> ModelShape:
+def read_json(path: Path) -> dict[str, Any]:
+    """The content of a file that describes a model.
+
+    Raises:
+        ConfigError: it cannot be read, is too long or is no JSON object.
+    """
     try:
-        tree = parse_object(read_bounded(path, FILE_BYTES))
+        return parse_object(read_bounded(path, FILE_BYTES))
     except OSError as error:
         raise ConfigError(f"cannot read the model {path}: {error.strerror or error}") from error
     except ValueError as error:  # malformed, or not UTF-8
         raise ConfigError(f"{path} is not a valid JSON file: {error}") from error
-    if isinstance(tree.get("model"), dict) and "model_type" not in tree:
-        return _from_training(str(path))
-    return shape_of_hugging_face(tree, str(path))
-
-
-def _from_training(path: str) -> ModelShape:
-    from moe_comm.train.architecture import transformer_config
-    from moe_comm.train.config import load
-
-    config = load(path)
-    section = config.model
-    if section.pretrained is not None:
-        return _from_json(Path(section.pretrained) / "config.json")
-    vocab = section.vocab
-    if vocab is None:
-        if config.data.tokenizer != "bytes":
-            raise ConfigError(f"{path}: model.vocab must be set, for its tokenizer is not read here")
-        from moe_comm.train.corpus.tokenizer import ByteTokenizer
-
-        vocab = ByteTokenizer.vocab_size
-    return ModelShape.of(transformer_config(section, vocab, config.data.seq_len), Path(path).stem)
 
 
 def shape_of_hugging_face(config: Mapping[str, Any], where: str = "config.json") -> ModelShape:

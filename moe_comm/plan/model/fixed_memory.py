@@ -1,6 +1,21 @@
-"""Parameters, gradients and optimizer on one rank, matrix by matrix; ``memory`` adds the rest.
+"""Parameters, gradients and optimizer on one rank; ``memory`` adds the rest.
 
-The formulas are those at the head of ``moe_comm.train.memory``. A part is what ranks of one position have several of:
+What a parameter of N elements on a rank (after tp, ep and etp have cut it), of which M are the rank's to update, takes
+in bytes; c is the size of the dtype that it computes in, state that of the optimizer's state per element:
+
+                weights   gradients   masters and state      at the update
+    replicate   c N       4 N         4 N if c < 4, state N  4 N if c < 4 (their sum over ranks)
+    zero1       c N       4 N         4 M + state M          4 M
+    fsdp        c N *     4 N **      4 M + state M          4 M
+
+    *  gathered: all with a pipeline, else those of the root and of the two largest layers
+    ** until the last micro-batch's backward; with one micro-batch and no pipeline 4 M
+
+M is N over the ranks that hold the same, rounded up as ``deal`` does; where no other rank does, zero1 is replicate.
+
+``Part.fixed`` applies this table to one parameter. ``fixed_parts`` applies it to a model's matrices, for the ranks that
+hold the most. A dry run of the trainer applies it to the parameters of the model that it has built, for every rank. A
+rank's parameters are those of
 
     dense layer   MoE layer   embedding (first stage)   head and final norm (last stage)
 """
@@ -11,14 +26,73 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from moe_comm.plan.model.mapping import Sharding
-from moe_comm.plan.model.matrices import Block, Weight
+from moe_comm.plan.model.matrices import MASTER, Block, Weight
 from moe_comm.plan.model.shape import ModelShape
 from moe_comm.topology import ParallelConfig, deal
-from moe_comm.train.memory import MASTER, Fixed
-from moe_comm.train.optim import OptimizerOptions
+
+Optimizer = Literal["adamw", "sgd", "lamb", "muon"]
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Bytes that one rank holds whatever its tokens are; params counts elements. at_update: only at the update."""
+
+    params: int = 0
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    at_update: int = 0
+
+    def __add__(self, other: Fixed) -> Fixed:
+        return Fixed(
+            self.params + other.params,
+            self.weights + other.weights,
+            self.gradients + other.gradients,
+            self.optimizer + other.optimizer,
+            self.at_update + other.at_update,
+        )
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's part of a parameter.
+
+    size: bytes of an element in the dtype that computes. state: bytes of optimizer state per element.
+    summing: ranks over which the gradient is summed. owners, index: ranks that share masters and state, and which of
+    them this rank is.
+    """
+
+    shape: tuple[int, ...]
+    size: int
+    state: int
+    summing: int
+    owners: int
+    index: int = 0
+
+    def fixed(self, sharding: Sharding, partial: bool) -> Fixed:
+        """Bytes; weights: gathered. partial: with fsdp, a rank only has its own part of the gradient."""
+        number = math.prod(self.shape)
+        whole = not self.shape or not number or (sharding == "zero1" and self.owners == 1)
+        if sharding == "replicate" or whole:
+            apart = MASTER * number if self.size < MASTER else 0
+            summed = apart if self.summing > 1 else 0
+            return Fixed(number, self.size * number, MASTER * number, apart + self.state * number, summed)
+        dealt, own = (
+            math.prod(deal(self.shape, at, self.owners, sharding == "fsdp").shape(self.shape)) for at in (0, self.index)
+        )
+        gradients = MASTER * (dealt if partial else number)
+        masters = MASTER * dealt
+        return Fixed(number, self.size * number, gradients, masters + self.state * own, 0 if partial else masters)
+
+
+def state_bytes(optimizer: Optimizer, momentum: bool, matrix: bool) -> int:
+    """Bytes of optimizer state per element. matrix: Muon updates it; it leaves the others to AdamW."""
+    if optimizer == "sgd":
+        return MASTER if momentum else 0
+    return MASTER if optimizer == "muon" and matrix else 2 * MASTER
 
 
 class Parts(NamedTuple):
@@ -41,7 +115,8 @@ class Keeping:
     parallel: ParallelConfig
     sharding: Sharding
     size: int
-    optimizer: OptimizerOptions
+    optimizer: Optimizer
+    momentum: bool
     partial: bool
     cut_shared: bool
 
@@ -50,20 +125,14 @@ class Keeping:
 
     def weight(self, weight: Weight) -> Fixed:
         p, fsdp = self.parallel, self.sharding == "fsdp"
-        local = self._local(weight)
-        number = math.prod(local)
         size = MASTER if weight.operator == "router" and weight.product else self.size
-        state = self._state(weight)
-        # Who sums: tensor-parallel ranks too, where each has all of it and its own tokens.
+        matrix = weight.product and weight.operator not in ("router", "head")
+        # Tensor-parallel ranks sum gradients too, where each has all of a parameter and its own tokens.
         whole = not _is_expert(weight) and not self._is_cut(weight)
         summing = p.edp if _is_expert(weight) else p.cp * p.dp * (p.tp if whole else 1)
-        parts = p.cp * p.dp if fsdp and whole else summing
-        if self.sharding == "replicate" or (not fsdp and parts == 1):
-            apart = MASTER * number if size < MASTER else 0
-            return Fixed(number, size * number, MASTER * number, apart + state * number, apart if summing > 1 else 0)
-        own = math.prod(deal(local, 0, parts, fsdp).shape(local))
-        gradients = MASTER * (own if self.partial else number)
-        return Fixed(number, size * number, gradients, (MASTER + state) * own, 0 if self.partial else MASTER * own)
+        owners = p.cp * p.dp if fsdp and whole else summing
+        state = state_bytes(self.optimizer, self.momentum, matrix)
+        return Part(self._local(weight), size, state, summing, owners).fixed(self.sharding, self.partial)
 
     def _local(self, weight: Weight) -> tuple[int, ...]:
         """Shape of a rank's part, outputs first."""
@@ -86,14 +155,6 @@ class Keeping:
             return True
         whole = weight.operator == "router" or weight.name.endswith("_down") or weight.n == 1
         return weight.product and not whole and (self.cut_shared or weight.operator != "shared")
-
-    def _state(self, weight: Weight) -> int:
-        """Bytes per element."""
-        o = self.optimizer
-        if o.kind == "sgd":
-            return MASTER if o.momentum else 0
-        matrix = weight.product and weight.operator not in ("router", "head")
-        return MASTER if o.kind == "muon" and matrix else 2 * MASTER
 
 
 @lru_cache(maxsize=4096)

@@ -11,8 +11,8 @@ import numpy as np
 from moe_comm.errors import ConfigError
 from moe_comm.plan.machine.collectives import Span
 from moe_comm.plan.machine.hardware import Cluster
+from moe_comm.plan.pipeline.schedules import can_split, stages_per_rank
 from moe_comm.topology import ParallelConfig
-from moe_comm.train.pipeline.schedules import stages_per_rank
 
 Recompute = Literal["none", "selective", "full"]
 Sharding = Literal["replicate", "zero1", "fsdp"]
@@ -110,6 +110,11 @@ class Mapping:
     def schedule(self) -> str:
         """Of the pipeline, by its name in ``moe_comm.train``."""
         return self.pipeline or _usual(self.virtual)
+
+    @property
+    def splits(self) -> bool:
+        """Whether backward passes, or some of them, run in two halves."""
+        return self.recompute != "full" and can_split(self.schedule, self.parallel.pp)
 
     def micro_batches(self, global_batch: int) -> int:
         """How many a pipeline takes in a step of ``global_batch`` sequences.

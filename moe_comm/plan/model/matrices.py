@@ -20,7 +20,11 @@ FAMILY = {
     "dense": "dense",
     "head": "head",
 }
-"""Operator -> family, the name of its part in ``moe_comm.layers.flops``."""
+"""Operator -> family, as reports sum them up."""
+BACKWARD = 2
+"""Products in backward for each one in forward: one for the gradient of the input, one for that of the weight."""
+MASTER = 4
+"""Bytes of an element in fp32."""
 
 
 @dataclass(frozen=True)

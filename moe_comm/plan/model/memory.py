@@ -7,10 +7,9 @@
     buffers      of one layer, there while it runs: see ``_Buffers``; and what a split backward keeps beside activations
                  between its halves: see ``split_memory``
 
-The first four are those of ``moe_comm.train.memory`` (its tables say what is kept of what), of the fullest rank of a
-position. They differ from it where it takes routing to be even: here rows that experts keep are those of the busiest
-rank (``Load.busiest``), and etp ranks each have all rows of the experts that they share. Of a schedule they take what
-is in flight when all of a rank's stages together hold the most passes.
+The first three are those of ``fixed_memory``, activations those of ``activations``, of the fullest rank of a position:
+rows that experts keep are those of the busiest rank (``Load.busiest``). Of a schedule they take what is in flight when
+all of a rank's stages together hold the most passes.
 """
 
 from __future__ import annotations
@@ -21,23 +20,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from operator import mul
 
-from moe_comm.layers.config import AttentionConfig, TransformerConfig
-from moe_comm.layers.moe_config import MoEConfig, ZeroExperts
-from moe_comm.layers.router import RouterConfig
-from moe_comm.plan.model.fixed_memory import Keeping, Parts, fixed_of, fixed_parts
+from moe_comm.plan.model.activations import Activations
+from moe_comm.plan.model.fixed_memory import Fixed, Keeping, Optimizer, Parts, fixed_of, fixed_parts
 from moe_comm.plan.model.load import Load
 from moe_comm.plan.model.mapping import Mapping, Recompute
+from moe_comm.plan.model.matrices import MASTER
+from moe_comm.plan.model.routing import SUM_BYTES, copies, sends_sums
 from moe_comm.plan.model.shape import ModelShape
-from moe_comm.plan.model.split_memory import Moment, gradients_between, moments
-from moe_comm.plan.step.dispatching import SUM_BYTES, copies, sends_sums
-from moe_comm.plan.step.split_backward import splits
-from moe_comm.train.memory import MASTER, Activations, Fixed, in_flight
-from moe_comm.train.optim import OptimizerOptions
-from moe_comm.train.pipeline.schedules import check_micro_batches
-from moe_comm.train.pipeline.stages import plan_stages
-
-_ADAMW = OptimizerOptions("adamw")
-_TOKENS = 1 << 16  # what bytes per token are worked out for, so that rounding to whole bytes does not show
+from moe_comm.plan.model.split_memory import gradients_between
+from moe_comm.plan.pipeline.in_flight import Moment, in_flight, moments
+from moe_comm.plan.pipeline.schedules import check_micro_batches
+from moe_comm.plan.pipeline.stages import plan_stages
 
 
 @dataclass(frozen=True)
@@ -50,7 +43,8 @@ class Policy:
     its own tokens.
     """
 
-    optimizer: OptimizerOptions = _ADAMW
+    optimizer: Optimizer = "adamw"
+    momentum: bool = False
     reshard: bool = False
     cut_shared: bool = False
 
@@ -109,34 +103,34 @@ def memory(
     schedule = mapping.schedule
     check_micro_batches(schedule, parallel.pp, micro_batches)
     stages_of = _layout(shape.layers, shape.dense_layers, parallel.pp, schedule, mapping.virtual)
-    split = splits(mapping)
+    split = mapping.splits
     moments_of = (moments if split else _one_moment)(schedule, parallel.pp, mapping.virtual, micro_batches)
     size = load.size
     sharding = mapping.sharding if parallel.world > 1 else "replicate"  # on one rank there is nobody to share with
     partial = sharding == "fsdp" and (policy.reshard or (parallel.pp == 1 and micro_batches == 1))
     gathered = sharding != "fsdp" or (parallel.pp > 1 and (split or not policy.reshard))
-    fixed = fixed_parts(shape, Keeping(parallel, sharding, size, policy.optimizer, partial, policy.cut_shared))
-    kept, whole, head, loss = _kept(shape, mapping, load, size)
+    keeping = Keeping(parallel, sharding, size, policy.optimizer, policy.momentum, partial, policy.cut_shared)
+    fixed = fixed_parts(shape, keeping)
+    tokens = _tokens(mapping, load)
+    estimate = _estimate(shape, size, parallel.tp, mapping.recompute, load.busiest(parallel.ep), parallel.etp)
     halfway = (0.0, 0.0)
     if split:
-        tokens = _tokens(mapping, load)
         halfway = gradients_between(shape, mapping, load, tokens, size)
-    losses = loss * (micro_batches if schedule == "gpipe" and parallel.pp > 1 else 1)
+    losses = estimate.loss(math.ceil(tokens)) * (micro_batches if schedule == "gpipe" and parallel.pp > 1 else 1)
     buffers = _Buffers.of(shape, mapping, load, size, host)
     every: dict[tuple[Parts, int], tuple[Fixed, float, int]] = {}
     found = []
     for position, ((parts, stages), some) in enumerate(zip(stages_of, moments_of, strict=True)):
         if (parts, len(stages)) not in every:
             has = (parts.dense, parts.moe)
-            again = max((w - k for w, k, layers in zip(whole, kept, has, strict=True) if layers), default=0.0)
             largest = max((one.params for one, layers in zip(fixed, has, strict=False) if layers), default=0)
             every[parts, len(stages)] = (
                 fixed_of(parts, fixed, gathered),
-                parts.last * losses + again,
+                parts.last * losses + tokens * estimate.again(*has),
                 round(buffers.at(parts, len(stages)) + (MASTER * largest if partial else 0)),
             )
         held, beside, passing = every[parts, len(stages)]
-        flying = [dense * kept[0] + moe * kept[1] + last * head for dense, moe, _, last in stages]
+        flying = [tokens * estimate.kept(dense, moe, last) for dense, moe, _, last in stages]
         between = [dense * halfway[0] + moe * halfway[1] for dense, moe, _, _ in stages]
         activations, waiting = max(
             ((sum(map(mul, n, flying)), sum(map(mul, late, between))) for n, late in some), key=sum
@@ -187,63 +181,19 @@ def _one_moment(schedule: str, pp: int, virtual: int, micro_batches: int) -> tup
 # ---- activations and buffers
 
 
-def _kept(
-    shape: ModelShape, mapping: Mapping, load: Load, size: int
-) -> tuple[tuple[float, float], tuple[float, float], float, int]:
-    """Bytes for a micro-batch: (kept of a dense, an MoE layer), (the same without recompute), head, loss."""
-    p = mapping.parallel
-    tokens = _tokens(mapping, load)
-    dense, moe, head = _per_token(shape, size, p.tp, mapping.recompute)
-    all_dense, all_moe, _ = _per_token(shape, size, p.tp, "none")
-    # Rows in and out of D elements, and 2 F between them, are counted once each; beyond that:
-    busiest = load.busiest(p.ep)
-    more = 2 * shape.chosen * size * ((busiest * p.etp - 1) * shape.hidden + (busiest - 1) * shape.ffn)
-    all_moe += more
-    moe += more if mapping.recompute != "full" else 0
-    loss = Activations(_config(shape), math.ceil(tokens), size, p.tp).loss()
-    return (dense * tokens, moe * tokens), (all_dense * tokens, all_moe * tokens), head * tokens, loss
-
-
 def _tokens(mapping: Mapping, load: Load) -> float:
     """A rank's own of a micro-batch."""
     return mapping.micro_batch * load.seq_len / (mapping.parallel.cp * mapping.parallel.tp)
 
 
 @lru_cache(maxsize=4096)
-def _per_token(shape: ModelShape, size: int, tp: int, recompute: Recompute) -> tuple[float, float, float]:
-    """Bytes kept of a dense layer, an MoE layer and the head per token of a rank's own, with even routing."""
-    estimate = Activations(_config(shape), _TOKENS, size, tp, recompute)
-    dense = estimate.kept([0], False) if shape.dense_layers else 0
-    moe = estimate.kept([1], False) if shape.moe_layers else 0
-    return dense / _TOKENS, moe / _TOKENS, estimate.kept([], True) / _TOKENS
-
-
-@lru_cache(maxsize=256)
-def _config(shape: ModelShape) -> TransformerConfig:
-    """One layer of each kind, dense first, as ``moe_comm.layers`` describes it."""
-    heads = shape.heads if shape.latent is not None else shape.kv_heads
-    attention = AttentionConfig(
-        shape.hidden, shape.heads, heads, max(1, shape.head_dim), qk_norm=shape.qk_norm, mla=shape.latent
-    )
-    zero = ZeroExperts(identity=shape.zero_experts)
-    router = RouterConfig(max(1, shape.experts) + shape.zero_experts, max(1, shape.top_k))
-    return TransformerConfig(
-        vocab=shape.vocab,
-        hidden=shape.hidden,
-        layers=2,
-        attention=attention,
-        moe=MoEConfig(shape.hidden, max(1, shape.ffn), router, zero_experts=zero, shared_ffn=shape.shared_ffn),
-        max_length=1,
-        dense_layers=(0,) if shape.dense_ffn else (),
-        dense_ffn=shape.dense_ffn,
-        parallel_block=shape.parallel_block,
-        shortcut=shape.shortcut,
-    )
+def _estimate(shape: ModelShape, size: int, tp: int, recompute: Recompute, rows: float, etp: int) -> Activations:
+    return Activations(shape, size, tp, recompute, rows=rows, etp=etp)
 
 
 @dataclass(frozen=True)
 class _Buffers:
-    """Bytes that are there while one layer runs, beside what is kept; none of it is in ``moe_comm.train.memory``.
+    """Bytes that are there while one layer runs, beside what is kept.
 
     dispatch: what goes out and what comes back (``_dispatched``); nothing if experts are all here.
     moe, dense: gradients of a layer's feed-forward block on their way back: of rows in and out, and of what lies

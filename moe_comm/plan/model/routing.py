@@ -12,7 +12,11 @@ from functools import lru_cache
 from itertools import pairwise
 from math import comb
 
+from moe_comm.plan.model.mapping import Dispatcher
 from moe_comm.plan.model.shape import ModelShape
+
+SUM_BYTES = 4
+"""Of an element of all_gather's sums."""
 
 
 @lru_cache(maxsize=4096)
@@ -24,6 +28,17 @@ def hosts_reached(shape: ModelShape, hosts: int, kept: float = 1.0) -> float:
     """
     ends = [shape.experts * host // hosts for host in range(hosts + 1)]
     return sum(1 - _missed(shape, range(*both), kept) for both in pairwise(ends))
+
+
+def copies(shape: ModelShape, hosts: int, kept: float) -> float:
+    """Of a token on hosts that are not its own."""
+    return hosts_reached(shape, hosts, kept) * (hosts - 1) / hosts
+
+
+def sends_sums(dispatcher: Dispatcher, shape: ModelShape, ranks: int, size: int) -> bool:
+    """Whether sums come back, and not each row. ranks: "ep", that share the experts. size: bytes of an element."""
+    fewer = SUM_BYTES * ranks < shape.chosen * size
+    return dispatcher == "hierarchical" or (dispatcher == "all_gather" and fewer)
 
 
 def _missed(shape: ModelShape, experts: range, kept: float) -> float:

@@ -1,4 +1,4 @@
-"""What a model costs on paper: its matrices block by block, and from them parameters and FLOPs by operator.
+"""What a model consists of: its matrices block by block, and from them parameters and FLOPs by operator.
 
 A model is an embedding, layers and a head. A layer is blocks, each behind its norm:
 
@@ -7,8 +7,11 @@ A model is an embedding, layers and a head. A layer is blocks, each behind its n
 
 and a block is the matrices that a token is multiplied with. A matrix [K, N] of which a token goes through ``used``
 copies (top-k for experts) costs 2 K N ``used`` FLOPs a token in forward and twice that in backward, which is how MFU
-counts (PaLM, arXiv 2204.02311, appendix B); attention's scores cost a constant for each token attended to.
-``moe_comm.layers.flops`` counts the same in sums over a whole model; here the cost model finds each product's shape.
+counts (PaLM, arXiv 2204.02311, appendix B); attention's scores cost a constant for each token attended to. Norms,
+softmax, the sorting of routing and recomputed work do not count.
+
+    shape = ModelShape.of(config)
+    shape.params, shape.active, shape.model_flops(seq_len)   # all parameters, those that one token uses, FLOPs a token
 """
 
 from __future__ import annotations
@@ -20,8 +23,7 @@ from typing import Literal, Self, get_args
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.activations import activation_of
 from moe_comm.layers.config import MLAConfig, QKNorm, TransformerConfig
-from moe_comm.layers.flops import BACKWARD
-from moe_comm.plan.model.matrices import FAMILY, Block, Weight, summed
+from moe_comm.plan.model.matrices import BACKWARD, FAMILY, Block, Weight, summed
 
 Latent = MLAConfig
 """Widths of multi-head latent attention: q_rank (None: direct queries), kv_rank, nope_dim, rope_dim, v_dim."""
@@ -113,11 +115,10 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: TransformerConfig, name: str = "model") -> Self:
-        """The shape of a model of ``moe_comm.layers``; ``moe_comm.layers.flops.count_model`` finds the same sums.
-
-        Dense layers are counted as if they were the first ones.
-        """
+        """The shape of a model of ``moe_comm.layers``. Dense layers are counted as if they were the first ones."""
         attention, moe = config.attention, config.moe
+        # Groups of a router also hold zero-computation experts; here they hold real ones.
+        grouped = not moe.num_experts % moe.router.num_groups
         return cls(
             name=name,
             layers=config.layers,
@@ -145,8 +146,8 @@ class ModelShape:
             zero_experts=moe.zero_experts.total,
             parallel_block=config.parallel_block,
             shortcut=config.shortcut,
-            groups=moe.router.num_groups,
-            top_groups=moe.router.top_groups,
+            groups=moe.router.num_groups if grouped else 1,
+            top_groups=moe.router.top_groups if grouped else 1,
         )
 
     # Widths.
@@ -279,6 +280,15 @@ class ModelShape:
             (FAMILY[operator], times * count)
             for block, times in self.blocks(kind)
             for operator, count in block.parameters().items()
+        )
+
+    def active_parameters(self) -> dict[str, float]:
+        """Elements by family that one token uses in the whole model."""
+        return summed(
+            (FAMILY[weight.operator], times * weight.active)
+            for block, times in self.blocks()
+            for weight in block.weights
+            if weight.params
         )
 
     @cached_property

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from moe_comm.observe.report.page import USE, Panel, block, document, embedded, panel_section
+from moe_comm.plan.arrays import Floats
 from moe_comm.plan.whatif.analysis import WhatIf
 from moe_comm.plan.whatif.text import Heat, rank_heat, stage_heat
-from moe_comm.plan.whatif.trace_table import Floats
 
 
 def write_page(found: WhatIf, path: Path, title: str) -> None:

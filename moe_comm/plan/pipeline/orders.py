@@ -1,7 +1,7 @@
 """Pipeline schedules as arrays: which pass each rank runs after which.
 
 The orders are those that ``torch.distributed.pipelining`` runs for the trainer's schedules
-(``moe_comm.train.pipeline.schedules`` has their names, limits and sources), for all ranks at once and without a
+(``moe_comm.plan.pipeline.schedules`` has their names, limits and sources), for all ranks at once and without a
 process group. 1f1b over 3 ranks, 4 micro-batches; F forward, B backward, here of equal length:
 
     rank 0   F0 F1 F2       B0 F3 B1    B2    B3
@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_comm.errors import ConfigError
-from moe_comm.plan.step.replay import Ints
-from moe_comm.train.pipeline.schedules import Style, check_micro_batches, find_schedule, stages_per_rank
-from moe_comm.train.pipeline.stages import StagePlan
+from moe_comm.plan.arrays import Ints
+from moe_comm.plan.pipeline.schedules import Style, check_micro_batches, find_schedule, stages_per_rank
+from moe_comm.plan.pipeline.stages import StagePlan
 
 
 class PassKind(IntEnum):

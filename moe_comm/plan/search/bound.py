@@ -19,15 +19,14 @@ from functools import lru_cache
 
 import numpy as np
 
+from moe_comm.plan.arrays import Floats
 from moe_comm.plan.machine.hardware import Cluster
 from moe_comm.plan.model.mapping import Mapping, Place
 from moe_comm.plan.pipeline.orders import PassKind
+from moe_comm.plan.pipeline.stages import plan_stages
 from moe_comm.plan.search.question import Question
 from moe_comm.plan.step.blocks import BLOCKS, seconds_of
-from moe_comm.plan.step.replay import Floats
-from moe_comm.plan.step.split_backward import splits
 from moe_comm.plan.step.step import StepModel, neighbours
-from moe_comm.train.pipeline.stages import plan_stages
 
 ROUNDING = 1 - 1e-9
 """Sums of the same numbers in another order are the same but for less than that."""
@@ -82,7 +81,7 @@ class Floor:
     def of(self, mapping: Mapping) -> float:
         """Seconds below which no step with ``mapping`` comes, nor with the same and another sharding."""
         shape, p = self.question.shape, mapping.parallel
-        split = splits(mapping)
+        split = mapping.splits
         settings = (mapping.micro_batch, mapping.recompute, mapping.overlap, mapping.dispatcher, split)
         key = (p.tp, p.cp, p.ep, p.etp, *settings)
         if (seconds := self._seconds.get(key)) is None:
@@ -113,7 +112,7 @@ def _before(takes: Floats) -> Floats:
 def _back(takes: Floats, mapping: Mapping) -> Floats:
     """What a backward takes until the stage before has its gradient: [...], of [..., kinds of passes]."""
     whole, half = takes[..., PassKind.BACKWARD], takes[..., PassKind.INPUT]
-    if not splits(mapping):
+    if not mapping.splits:
         return whole.copy()
     found: Floats = np.minimum(whole, half)
     return found

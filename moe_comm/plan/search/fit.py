@@ -12,8 +12,8 @@ from moe_comm.plan.model.load import Load
 from moe_comm.plan.model.mapping import RECOMPUTE, Mapping, Sharding
 from moe_comm.plan.model.memory import POLICY, Policy, RankMemory, memory, worst
 from moe_comm.plan.model.shape import ModelShape
+from moe_comm.plan.pipeline.schedules import find_schedule
 from moe_comm.topology import ParallelConfig
-from moe_comm.train.pipeline.schedules import find_schedule
 
 RESERVE = 4 << 30
 """Bytes that a run does not have for tensors, unless told otherwise: contexts, libraries' work space, communicators

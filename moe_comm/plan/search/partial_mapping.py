@@ -14,7 +14,6 @@ from moe_comm.plan.model.mapping import MICRO_BATCHES, RECOMPUTE, Dispatcher, Ma
 from moe_comm.plan.search.fit import suits
 from moe_comm.plan.search.question import Candidate, Question
 from moe_comm.plan.search.space import Space
-from moe_comm.plan.step.split_backward import splits
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Given:
                 if fit:
                     one = Candidate(mapping, model.predict(), fit)
                     best = one if best is None or one.step.seconds < best.step.seconds else best
-                    if not splits(mapping):
+                    if not mapping.splits:
                         break  # computing more of it again only takes longer
         if best is not None:
             return best

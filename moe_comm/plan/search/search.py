@@ -23,11 +23,11 @@ from itertools import product
 
 from moe_comm.errors import ConfigError
 from moe_comm.plan.model.mapping import Dispatcher, Mapping, Overlap, Sharding
+from moe_comm.plan.pipeline.schedules import can_split
 from moe_comm.plan.search.bound import Bounded, Floor
 from moe_comm.plan.search.fit import Change, Fit, changes_that_fit
 from moe_comm.plan.search.question import Candidate, Question
 from moe_comm.plan.search.space import Shape, Space, host_of
-from moe_comm.plan.step.split_backward import can_split
 from moe_comm.topology import ParallelConfig
 
 KEPT = 10
@@ -221,7 +221,7 @@ class _Search:
                 self._fitting = True
             else:
                 self.too_large += 1
-            if not fits or can_split(p.pp, schedule):
+            if not fits or can_split(schedule, p.pp):
                 left.append(sharding)
         if left and one.recompute + 1 < len(space.recompute):
             self._push_open(replace(one, recompute=one.recompute + 1, sharding=tuple(left)))
@@ -257,7 +257,7 @@ class _Search:
 
     def _push_open(self, one: _Open) -> None:
         p, (schedule, virtual, micro_batch) = one.key
-        levels = self.space.recompute[one.recompute :][: None if can_split(p.pp, schedule) else 1]
+        levels = self.space.recompute[one.recompute :][: None if can_split(schedule, p.pp) else 1]
         sharding = self.space.sharding[0]  # a floor is the same for all of them
         every = (
             Mapping(p, virtual, micro_batch, sharding, level, one.overlap, schedule, one.dispatcher) for level in levels

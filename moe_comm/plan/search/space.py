@@ -26,11 +26,11 @@ from typing import Any, get_args
 
 from moe_comm.errors import ConfigError
 from moe_comm.plan.model.mapping import Dispatcher, Mapping, Overlap, Place, Recompute, Sharding, lacks
+from moe_comm.plan.pipeline.schedules import check_micro_batches, find_schedule
 from moe_comm.plan.search.fit import divisors, suits
 from moe_comm.plan.search.question import Question
 from moe_comm.plan.step.dispatching import pays
 from moe_comm.topology import ParallelConfig
-from moe_comm.train.pipeline.schedules import check_micro_batches, find_schedule
 
 Trade = tuple[Recompute, Sharding, Overlap]
 Shape = tuple[str | None, int, int]

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from moe_comm.plan.arrays import Floats
 from moe_comm.plan.machine.collectives import Moved
 from moe_comm.plan.machine.hardware import Cluster
 from moe_comm.plan.model.load import Load
@@ -14,8 +15,7 @@ from moe_comm.plan.model.mapping import Mapping, Place
 from moe_comm.plan.model.shape import ModelShape
 from moe_comm.plan.step.operators import Operation, Operators, Pass
 from moe_comm.plan.step.overlap_model import hide
-from moe_comm.plan.step.replay import Floats
-from moe_comm.plan.step.split_backward import halves, splits
+from moe_comm.plan.step.split_backward import halves
 
 LINKS = ("inside", "between", "across")
 RECOMPUTED = {"none": (), "selective": ("memory",), "full": ("product", "memory", "transfer")}
@@ -58,7 +58,7 @@ class _Key:
 def priced(shape: ModelShape, place: Place, load: Load) -> dict[str, Priced]:
     """All of ``BLOCKS``, by name."""
     mapping, p = place.mapping, place.mapping.parallel
-    settings = (mapping.micro_batch, mapping.recompute, mapping.overlap, mapping.dispatcher, splits(mapping))
+    settings = (mapping.micro_batch, mapping.recompute, mapping.overlap, mapping.dispatcher, mapping.splits)
     return _priced(_Key(shape, place.cluster, load, (p.tp, p.cp, p.ep, p.etp), settings, place))
 
 
@@ -96,7 +96,7 @@ def _again(layer: Pass, mapping: Mapping) -> Pass:
     again = tuple(one for one in layer.forward if one.kind in kinds)
     whole = Pass(layer.forward, again + layer.backward)
     found = hide(whole, len(again), mapping.overlap)
-    if not splits(mapping):
+    if not mapping.splits:
         return _whole(found)
     first, second = halves(whole.backward, len(again), mapping.fuses)
     return replace(found, input=hide(Pass((), first), len(again), mapping.overlap).backward, weight=second)

@@ -26,11 +26,9 @@ from moe_comm.plan.machine import fused
 from moe_comm.plan.machine.collectives import Moved, Part, Span, exchange
 from moe_comm.plan.machine.hardware import Cluster
 from moe_comm.plan.model.mapping import Dispatcher, Place
-from moe_comm.plan.model.routing import hosts_reached
+from moe_comm.plan.model.routing import SUM_BYTES, hosts_reached, sends_sums
 from moe_comm.plan.model.shape import ModelShape
 
-SUM_BYTES = 4
-"""Of an element of all_gather's sums."""
 MANY = 1 << 32
 """Tokens with which a transfer takes what its bytes take, and not what its steps' latencies do."""
 LESS = 0.999
@@ -118,12 +116,6 @@ def dispatching(
     return Dispatching(moved, moved, home, home)
 
 
-def sends_sums(dispatcher: Dispatcher, shape: ModelShape, ranks: int, size: int) -> bool:
-    """Whether sums come back, and not each row. ranks: "ep", that share the experts. size: bytes of an element."""
-    fewer = SUM_BYTES * ranks < shape.chosen * size
-    return dispatcher == "hierarchical" or (dispatcher == "all_gather" and fewer)
-
-
 def pays(dispatcher: Dispatcher, shape: ModelShape, place: Place, kept: float, uneven: float, size: int) -> bool:
     """Whether a dispatcher's transfers take less than ``all_to_all``'s where rows are many."""
     p = place.mapping.parallel
@@ -153,11 +145,6 @@ def _pays(
         return taken + cluster.all_gather_s(full, parts) + cluster.reduce_scatter_s(full, parts)
 
     return seconds(dispatcher) < LESS * seconds("all_to_all")
-
-
-def copies(shape: ModelShape, hosts: int, kept: float) -> float:
-    """Of a token on hosts that are not its own."""
-    return hosts_reached(shape, hosts, kept) * (hosts - 1) / hosts
 
 
 def _all_gather(shape: ModelShape, cluster: Cluster, span: Span, rows: Rows) -> Dispatching:

@@ -10,9 +10,10 @@ from typing import Literal
 
 import numpy as np
 
+from moe_comm.plan.arrays import Floats, Ints
 from moe_comm.plan.pipeline.orders import PassOrder
 from moe_comm.plan.step.operators import Pass
-from moe_comm.plan.step.replay import Floats, Ints, Plan, Tasks, Times, replay
+from moe_comm.plan.step.replay import Plan, Tasks, Times, replay
 from moe_comm.plan.step.step import Step, StepModel
 
 AfterKind = Literal["gradients", "optimizer", "weights"]

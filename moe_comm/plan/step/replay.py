@@ -23,9 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_comm.errors import ConfigError
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
+from moe_comm.plan.arrays import Floats, Ints
 
 _NARROW = 12
 """Tasks a level below which plain Python beats NumPy's cost per call; both give the same bits."""

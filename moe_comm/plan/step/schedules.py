@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_comm.errors import ConfigError
+from moe_comm.plan.arrays import Floats, Ints
 from moe_comm.plan.pipeline.orders import PassKind, PassOrder, pass_order
-from moe_comm.plan.step.replay import Floats, Ints, Tasks, Times
+from moe_comm.plan.step.replay import Tasks, Times
 
 __all__ = [
     "PassKind",

@@ -15,7 +15,8 @@ from collections import defaultdict
 
 import numpy as np
 
-from moe_comm.plan.step.replay import Floats, Tasks
+from moe_comm.plan.arrays import Floats
+from moe_comm.plan.step.replay import Tasks
 
 _ENDED = 1e-12
 """Share of a task that may be left when it counts as done."""

@@ -26,8 +26,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from moe_comm.errors import ConfigError
+from moe_comm.plan.arrays import Floats, Ints
 from moe_comm.plan.step.parts import After, Parts, parts_of
-from moe_comm.plan.step.replay import Floats, Ints, Tasks, prepare, replay
+from moe_comm.plan.step.replay import Tasks, prepare, replay
 from moe_comm.plan.step.step import StepModel
 from moe_comm.topology import ParallelConfig
 

@@ -17,23 +17,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from moe_comm.plan.model.mapping import Mapping
 from moe_comm.plan.step.operators import Operation
-from moe_comm.train.pipeline.schedules import find_schedule
 
 _TWICE = ("experts down", "experts act")
 """Of experts that are one function: what its two halves both run, as far as it is no weight's gradient."""
-
-
-def splits(mapping: Mapping) -> bool:
-    """Whether backward passes are run in halves: some, or all of them."""
-    return mapping.recompute != "full" and can_split(mapping.parallel.pp, mapping.schedule)
-
-
-def can_split(pp: int, schedule: str | None) -> bool:
-    """Whether they are unless all is computed again. Then to compute more again may be faster: whole passes are less
-    work than halves."""
-    return pp > 1 and schedule is not None and find_schedule(schedule).splits_backward
 
 
 def halves(

@@ -18,21 +18,21 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
+from moe_comm.plan.arrays import Floats
 from moe_comm.plan.machine.collectives import NOTHING, Moved
 from moe_comm.plan.model.load import Load
 from moe_comm.plan.model.mapping import Place
 from moe_comm.plan.model.shape import ModelShape
 from moe_comm.plan.pipeline.orders import PassKind, PassOrder, pass_order
+from moe_comm.plan.pipeline.schedules import find_schedule
+from moe_comm.plan.pipeline.stages import StagePlan, plan_stages
 from moe_comm.plan.step.blocks import BLOCKS, LINKS, Priced, Work, links, priced, seconds_of
 from moe_comm.plan.step.operators import Operators, Pass
 from moe_comm.plan.step.overlap_model import FREE
-from moe_comm.plan.step.replay import Floats, Plan, prepare, replay
+from moe_comm.plan.step.replay import Plan, prepare, replay
 from moe_comm.plan.step.schedules import PassSeconds, pipeline_tasks
 from moe_comm.plan.step.shared_cores import shared_span
-from moe_comm.plan.step.split_backward import splits
 from moe_comm.plan.step.weights import Weights
-from moe_comm.train.pipeline.schedules import find_schedule
-from moe_comm.train.pipeline.stages import StagePlan, plan_stages
 
 BACK = (PassKind.BACKWARD, PassKind.INPUT, PassKind.WEIGHT)
 """Passes that go through a stage's blocks the other way round."""
@@ -110,7 +110,7 @@ class StepModel:
     @cached_property
     def split(self) -> bool:
         """Whether backward passes, or some of them, are run in halves."""
-        return splits(self.place.mapping)
+        return self.place.mapping.splits
 
     def predict(self) -> Step:
         """The step, replayed."""

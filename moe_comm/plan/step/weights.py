@@ -11,12 +11,12 @@ from functools import cached_property
 
 import numpy as np
 
+from moe_comm.plan.arrays import Floats
 from moe_comm.plan.machine.collectives import Moved, Span
 from moe_comm.plan.machine.hardware import BYTES, item_bytes
 from moe_comm.plan.model.mapping import Place
 from moe_comm.plan.model.shape import LayerKind, ModelShape
-from moe_comm.plan.step.replay import Floats
-from moe_comm.train.pipeline.stages import StagePlan
+from moe_comm.plan.pipeline.stages import StagePlan
 
 MASTER = BYTES["fp32"]
 GRADIENT_BYTES = MASTER

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_comm.errors import ConfigError
+from moe_comm.plan.arrays import Bools, Floats, Ints
 from moe_comm.plan.step.replay import Plan, Tasks, prepare, replay
-from moe_comm.plan.whatif.trace_table import Bools, Floats, Ints, TraceGraph, ideal_seconds
+from moe_comm.plan.whatif.trace_table import TraceGraph, ideal_seconds
 
 WORST = 0.03
 """Share of the workers that are mended for M_W."""

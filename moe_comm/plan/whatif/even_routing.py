@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moe_comm.plan.whatif.trace_table import Floats, Ints, TraceGraph
+from moe_comm.plan.arrays import Floats, Ints
+from moe_comm.plan.whatif.trace_table import TraceGraph
 
 EXPERTS = ("experts", "backward of experts")
 UNKNOWN = -1

@@ -28,6 +28,7 @@ import numpy as np
 
 from moe_comm.errors import ConfigError, CorruptFile
 from moe_comm.observe.records import ATTEMPTS, SPANS, Attempt, SpanLine, read_folder, read_lines
+from moe_comm.plan.arrays import Floats
 from moe_comm.plan.whatif.even_routing import UNKNOWN, even_seconds
 from moe_comm.plan.whatif.run_spans import (
     BETWEEN,
@@ -43,7 +44,7 @@ from moe_comm.plan.whatif.run_spans import (
     name_of,
     routed_rows,
 )
-from moe_comm.plan.whatif.trace_table import Floats, TraceGraph, TraceTable
+from moe_comm.plan.whatif.trace_table import TraceGraph, TraceTable
 from moe_comm.topology import ParallelConfig
 
 LATE = "between steps"

@@ -27,7 +27,8 @@ from typing import Any
 import numpy as np
 
 from moe_comm.errors import ConfigError, CorruptFile, MissingDependency
-from moe_comm.plan.whatif.trace_table import MOST_OPERATIONS, Ints, TraceGraph, TraceTable
+from moe_comm.plan.arrays import Ints
+from moe_comm.plan.whatif.trace_table import MOST_OPERATIONS, TraceGraph, TraceTable
 
 FORWARD, BACKWARD = "forward-compute", "backward-compute"
 GATHER, SCATTER, SEPARATE = "params-all-gather", "grads-reduce-scatter", "separate-grads-all-reduce"

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from moe_comm.plan.arrays import Floats
 from moe_comm.plan.whatif.analysis import WhatIf
-from moe_comm.plan.whatif.trace_table import Floats
 
 TRUSTED = 0.05
 """Replays that are further from what was measured say little about what could have been (2505.05713, section 3)."""

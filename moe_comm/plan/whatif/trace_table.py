@@ -10,13 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moe_comm.errors import CorruptFile
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
+from moe_comm.plan.arrays import Bools, Floats, Ints
 
 MOST_OPERATIONS = 1 << 24
 """More than a trace is read of: about 2 GB of arrays."""

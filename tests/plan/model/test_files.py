@@ -13,6 +13,7 @@ from moe_comm.errors import ConfigError
 from moe_comm.plan.model.files import model_named, shape_of_hugging_face
 from moe_comm.plan.model.moe_models import MODELS
 from moe_comm.plan.model.shape import ModelShape
+from moe_comm.train import plan_config
 
 # As in the published config.json files, without what has no part in the cost.
 PLAIN = {"tie_word_embeddings": False, "hidden_act": "silu", "sliding_window": None, "attention_bias": False}
@@ -162,21 +163,21 @@ def test_a_ready_training_configuration_is_the_model_of_its_name(name: str) -> N
     pytest.importorskip("pydantic")
     from moe_comm.train.config import ready_configs
 
-    assert bare(model_named(str(ready_configs()[name]))) == bare(MODELS[name])
+    assert bare(plan_config.model_named(str(ready_configs()[name]))) == bare(MODELS[name])
 
 
 def test_a_training_configuration_of_bytes_needs_no_vocabulary(tmp_path: Path) -> None:
     pytest.importorskip("pydantic")
-    assert model_named("tiny").vocab == 257
+    assert plan_config.model_named("tiny").vocab == 257
     as_json = written(tmp_path, {"model": {"layers": 3, "vocab": 1000}}, "mine.json")
-    found = model_named(str(as_json))
+    found = plan_config.model_named(str(as_json))
     assert (found.name, found.layers, found.vocab) == ("mine", 3, 1000)
     other = written(tmp_path, '[data]\ntokenizer = "tokenizer.json"\n', "other.toml")
     with pytest.raises(ConfigError, match="vocab must be set"):
-        model_named(str(other))
+        plan_config.model_named(str(other))
     folder = written(tmp_path, FILES["olmoe-1b-7b"]).parent
     pretrained = written(tmp_path, f"[model]\npretrained = {json.dumps(str(folder))}\n", "tuned.toml")
-    assert bare(model_named(str(pretrained))) == bare(MODELS["olmoe-1b-7b"])
+    assert bare(plan_config.model_named(str(pretrained))) == bare(MODELS["olmoe-1b-7b"])
 
 
 GENERIC = {

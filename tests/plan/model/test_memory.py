@@ -22,6 +22,7 @@ from moe_comm.layers.recompute import activation_bytes
 from moe_comm.layers.router import RouterConfig
 from moe_comm.layers.transformer import ModelPlan, Transformer
 from moe_comm.plan.machine.hardware_table import H100
+from moe_comm.plan.model.activations import Activations
 from moe_comm.plan.model.files import model_named
 from moe_comm.plan.model.fixed_memory import Parts
 from moe_comm.plan.model.load import Load
@@ -29,13 +30,12 @@ from moe_comm.plan.model.mapping import Mapping
 from moe_comm.plan.model.memory import Policy, RankMemory, _Buffers, memory, worst
 from moe_comm.plan.model.routing import hosts_reached
 from moe_comm.plan.model.shape import ModelShape
-from moe_comm.plan.model.split_memory import gradients_between, moments
+from moe_comm.plan.model.split_memory import gradients_between
+from moe_comm.plan.pipeline.in_flight import moments
 from moe_comm.plan.search.fit import Change, Fit, changes_that_fit, fits
 from moe_comm.plan.step.schedules import pass_order, peak_held
 from moe_comm.train.config import load
 from moe_comm.train.dry_run import DryRun, examine
-from moe_comm.train.memory import Activations
-from moe_comm.train.optim import OptimizerOptions
 from tests.pool import RankPool
 
 GIB = 1 << 30
@@ -56,7 +56,7 @@ def both(name: str | None, *settings: str) -> tuple[DryRun, tuple[RankMemory, ..
         config.model.recompute,
         pipeline=config.parallel.schedule if run.mapping.pp > 1 else None,
     )
-    policy = Policy(OptimizerOptions(optimizer.kind, momentum=optimizer.momentum_of_kind))
+    policy = Policy(optimizer.kind, optimizer.momentum_of_kind > 0)
     shape = ModelShape.of(run.architecture)
     return run, memory(shape, mapping, Load(data.seq_len, DTYPES[config.model.dtype]), data.batch, policy)
 
@@ -176,11 +176,13 @@ def test_the_peak_is_that_of_the_order_of_passes_though_stages_differ() -> None:
     config = load(*(DEEPSEEK[0], (*DEEPSEEK[1:], "data.batch=256", "data.micro_batches=8", "model.recompute=none")))
     run, found = both(DEEPSEEK[0], *DEEPSEEK[1:], "data.batch=256", "data.micro_batches=8", "model.recompute=none")
     tokens = 2 * config.data.seq_len
-    estimate = Activations(run.architecture, tokens, 2)
-    stages = range(run.plan.num_stages)
-    kept = [float(estimate.kept(run.plan.layers_of(stage), run.plan.is_last(stage))) for stage in stages]
+    estimate = Activations(ModelShape.of(run.architecture), 2)
+    dense, stages = set(run.architecture.dense_layers), range(run.plan.num_stages)
+    early = [len(dense & set(run.plan.layers_of(stage))) for stage in stages]
+    late = [len(run.plan.layers_of(stage)) - n for stage, n in zip(stages, early, strict=True)]
+    kept = [tokens * estimate.kept(early[stage], late[stage], run.plan.is_last(stage)) for stage in stages]
     peak = peak_held(pass_order("dualpipev", 4, 8, 2), np.array(kept))
-    peak[run.plan.last_rank] += estimate.loss()
+    peak[run.plan.last_rank] += estimate.loss(tokens)
     assert [one.activations for one in found] == pytest.approx(peak.tolist(), rel=0.05)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -9,11 +10,10 @@ import pytest
 
 from moe_comm.errors import ConfigError
 from moe_comm.layers.config import AttentionConfig, MLAConfig, TransformerConfig
-from moe_comm.layers.flops import count_model
 from moe_comm.layers.moe_config import MoEConfig, ZeroExperts
 from moe_comm.layers.router import RouterConfig
+from moe_comm.layers.transformer import ModelPlan, Transformer
 from moe_comm.plan.model.dense_models import DENSE
-from moe_comm.plan.model.matrices import FAMILY
 from moe_comm.plan.model.moe_models import MODELS
 from moe_comm.plan.model.shape import ModelShape
 
@@ -45,18 +45,30 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("causal", [True, False])
+PLACES = {
+    "embed.": "embedding",
+    "head.": "head",
+    ".router.": "router",
+    ".experts.": "experts",
+    ".shared": "shared experts",
+    "attention.": "attention",
+    "norm.": "norms",
+    "dense.": "dense",
+}
+"""Part of a parameter's name -> its family; the first that the name has."""
+
+
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
-def test_counts_are_those_of_the_layers(config: TransformerConfig, causal: bool) -> None:
-    shape, count = ModelShape.of(config), count_model(config, 16, causal=causal)
-    assert shape.params == count.params and shape.active == count.active
-    assert shape.parameters() == {part.name: part.params for part in count.parts if part.params}
-    assert shape.context(16, causal) == count.context
-    flops: dict[str, float] = {}
-    for operator, each in shape.flops_per_token(16, causal).items():
-        flops[FAMILY[operator]] = flops.get(FAMILY[operator], 0) + each
-    assert flops == {part.name: part.flops for part in count.parts if part.flops}
-    assert shape.model_flops(16, causal) == count.training_flops
+def test_parameters_are_those_of_the_layers(config: TransformerConfig) -> None:
+    shape, built = ModelShape.of(config), Counter[str]()
+    for name, parameter in Transformer(config, ModelPlan(device="meta")).named_parameters():
+        built[next(family for place, family in PLACES.items() if place in name)] += parameter.numel()
+    assert shape.parameters() == built
+    assert shape.params == built.total()
+    active = shape.active_parameters()
+    assert round(sum(active.values())) == shape.active
+    chosen = config.moe.router.top_k / config.moe.router.num_experts
+    assert active == pytest.approx({name: n * chosen if name == "experts" else n for name, n in built.items()})
 
 
 @pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS.keys())

@@ -13,11 +13,11 @@ from moe_comm.plan.model.files import model_named
 from moe_comm.plan.model.load import Load
 from moe_comm.plan.model.mapping import Mapping
 from moe_comm.plan.model.memory import memory
+from moe_comm.plan.pipeline.schedules import check_micro_batches
+from moe_comm.plan.pipeline.stages import plan_stages
 from moe_comm.plan.search.fit import changes_that_fit, divisors, fits, suits
 from moe_comm.plan.search.question import Question
 from moe_comm.plan.search.space import SCHEDULES, Space
-from moe_comm.train.pipeline.schedules import check_micro_batches
-from moe_comm.train.pipeline.stages import plan_stages
 
 
 def question(name: str, gpus: int, batch: int, seq: int = 4096, host: int = 8) -> Question:

@@ -16,8 +16,9 @@ from moe_comm.plan.machine.hardware_table import cluster_named
 from moe_comm.plan.model.files import model_named
 from moe_comm.plan.model.load import Load
 from moe_comm.plan.model.mapping import Dispatcher, Mapping, Place, lacks
+from moe_comm.plan.model.routing import copies, sends_sums
 from moe_comm.plan.model.shape import ModelShape
-from moe_comm.plan.step.dispatching import Dispatching, Rows, copies, dispatching, pays, sends_sums
+from moe_comm.plan.step.dispatching import Dispatching, Rows, dispatching, pays
 from moe_comm.plan.step.operators import Operators
 from moe_comm.topology import ExpertPlacement, ParallelConfig
 

@@ -11,6 +11,7 @@ import pytest
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from moe_comm.errors import ConfigError
+from moe_comm.plan.pipeline.schedules import SCHEDULES
 from moe_comm.plan.step.replay import critical_path, prepare, replay
 from moe_comm.plan.step.schedules import (
     PassKind,
@@ -21,7 +22,6 @@ from moe_comm.plan.step.schedules import (
     peak_held,
     pipeline_tasks,
 )
-from moe_comm.train.pipeline.schedules import SCHEDULES
 
 CASES = [
     (name, pp, micro_batches, virtual)

@@ -21,7 +21,7 @@ from moe_comm.plan.model.mapping import Mapping
 from moe_comm.plan.pipeline.orders import PassKind
 from moe_comm.plan.step.operators import Operation
 from moe_comm.plan.step.overlap_model import FREE
-from moe_comm.plan.step.split_backward import halves, splits
+from moe_comm.plan.step.split_backward import halves
 from tests.plan.step.test_step import model
 
 F, B, I, W = PassKind
@@ -101,7 +101,7 @@ def test_the_trainer_does_so(recompute: Recompute, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_who_splits(text: str, schedule: str | None, recompute: str, expected: bool) -> None:
-    assert splits(Mapping.parse(text, 4, pipeline=schedule, recompute=recompute)) is expected
+    assert Mapping.parse(text, 4, pipeline=schedule, recompute=recompute).splits is expected
 
 
 def test_the_first_stage_puts_everything_off_and_the_head_nothing() -> None:

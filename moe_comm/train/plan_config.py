@@ -1,8 +1,10 @@
-"""A mapping as a configuration that ``moe-comm train`` runs.
+"""The trainer's configurations for the planner: the model that one describes, and a mapping as one that trains.
 
-The model is written as ``[model]`` describes models, and read back: where what comes back costs something else than
-what was planned, the trainer has no such model, and that is an error. What the trainer does otherwise than the plan
-assumes (``differences``) stands as comments at the head.
+``train_config`` writes the model as ``[model]`` describes models, and reads it back. A model that comes back with
+another shape than the planned one is an error: the trainer has no such model. What the trainer does otherwise than the
+plan assumes (``differences``) is written as comments at the head.
+
+The planner runs without the packages of the extra "train", so functions import the modules that need these.
 """
 
 from __future__ import annotations
@@ -12,12 +14,14 @@ import re
 import tomllib
 from collections.abc import Mapping as Table
 from dataclasses import fields
+from pathlib import Path
 
 from moe_comm.errors import ConfigError
+from moe_comm.plan.model import files
 from moe_comm.plan.model.mapping import Mapping
+from moe_comm.plan.model.routing import sends_sums
 from moe_comm.plan.model.shape import ModelShape
 from moe_comm.plan.search.question import Candidate, Question
-from moe_comm.plan.step.dispatching import sends_sums
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 FAMILIES = {"none": "mixtral", "head": "qwen3_moe", "full": "olmoe"}
@@ -28,6 +32,51 @@ _UNKNOWN = (
 )
 
 
+def model_named(text: str) -> ModelShape:
+    """As ``moe_comm.plan.model.files.model_named``; ``text`` may also be a ``.toml`` or ``.json`` configuration of
+    ``moe-comm train``, or the name of a ready one.
+
+    Raises:
+        ConfigError: no such model; a file that cannot be read, or lacks a key or contradicts itself: names the key.
+    """
+    name = text.strip()
+    if name.lower() in files.MODELS:
+        return files.MODELS[name.lower()]
+    path = Path(name)
+    if path.suffix == ".toml" and not path.is_dir():
+        return _shape_of(name)
+    if path.suffix == ".json" and not path.is_dir():
+        tree = files.read_json(path)
+        if isinstance(tree.get("model"), dict) and "model_type" not in tree:
+            return _shape_of(name)
+    try:
+        from moe_comm.train.config import ready_configs  # pydantic, of an optional extra
+
+        ready = set(ready_configs())
+    except ImportError:
+        ready = set()
+    return _shape_of(name) if name in ready else files.model_named(name, ready)
+
+
+def _shape_of(path: str) -> ModelShape:
+    """Of the model that a configuration of the trainer describes."""
+    from moe_comm.train.architecture import transformer_config  # pydantic, of an optional extra
+    from moe_comm.train.config import load
+    from moe_comm.train.corpus.tokenizer import ByteTokenizer
+
+    config = load(path)
+    section = config.model
+    if section.pretrained is not None:
+        pretrained = Path(section.pretrained) / "config.json"
+        return files.shape_of_hugging_face(files.read_json(pretrained), str(pretrained))
+    vocab = section.vocab
+    if vocab is None:
+        if config.data.tokenizer != "bytes":
+            raise ConfigError(f"{path}: model.vocab must be set, for its tokenizer is not read here")
+        vocab = ByteTokenizer.vocab_size
+    return ModelShape.of(transformer_config(section, vocab, config.data.seq_len), Path(path).stem)
+
+
 def train_config(question: Question, candidate: Candidate) -> str:
     """TOML that ``moe_comm.train.config.load`` reads: ``candidate``'s mapping, and the model, batch and dtype of
     ``question``. It runs as it is, on text that every Python has.
@@ -35,7 +84,7 @@ def train_config(question: Question, candidate: Candidate) -> str:
     Raises:
         ConfigError: the trainer cannot build the model, or compute in the dtype: says what it lacks.
     """
-    from moe_comm.train.config import TrainConfig
+    from moe_comm.train.config import TrainConfig  # pydantic, of an optional extra
 
     mapping = candidate.mapping
     sections: dict[str, Table[str, object]] = {
@@ -48,7 +97,7 @@ def train_config(question: Question, candidate: Candidate) -> str:
             "micro_batches": mapping.micro_batches(question.global_batch),
         },
         "model": _model(question) | {"recompute": mapping.recompute},
-        "optimizer": {"kind": question.policy.optimizer.kind, "lr": _LR},
+        "optimizer": {"kind": question.policy.optimizer, "lr": _LR},
         "parallel": _parallel(question, mapping),
     }
     step, fit = candidate.step, candidate.fit
@@ -152,7 +201,7 @@ def _model(question: Question) -> dict[str, object]:
 
 def _check_model(question: Question, section: object) -> None:
     """Raises ConfigError if ``section`` builds a model of another shape, or one that no tokenizer is for."""
-    from moe_comm.train.architecture import transformer_config
+    from moe_comm.train.architecture import transformer_config  # pydantic, of an optional extra
     from moe_comm.train.corpus.tokenizer import ByteTokenizer
 
     shape = question.shape

@@ -73,6 +73,11 @@ def find_schedule(name: str) -> Schedule:
     return SCHEDULES[name]
 
 
+def can_split(name: str | None, pp: int) -> bool:
+    """Whether backward passes run in two halves, unless layers are recomputed in full."""
+    return pp > 1 and name is not None and find_schedule(name).splits_backward
+
+
 def stages_per_rank(name: str, pp: int, virtual: int | None = None) -> int:
     """How many stages each rank holds: ``virtual``, or what is usual for the schedule; 1 without pipeline.
 

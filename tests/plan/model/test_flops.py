@@ -11,11 +11,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moe_comm.errors import ConfigError
 from moe_comm.layers.config import AttentionConfig, MLAConfig, TransformerConfig
-from moe_comm.layers.flops import count_model, mfu
 from moe_comm.layers.initialize import initialize
 from moe_comm.layers.moe import MoEConfig, ZeroExperts
 from moe_comm.layers.router import RouterConfig
 from moe_comm.layers.transformer import Transformer
+from moe_comm.plan.model.shape import ModelShape
 
 # Widths that are multiples of 64, so that no product is padded, and heads of one width.
 MODEL = TransformerConfig(
@@ -51,17 +51,17 @@ def test_every_product_of_a_real_model_is_counted(config: TransformerConfig, mon
     initialize(model, seed=0)
     ids = torch.randint(config.vocab, (2, 64), generator=torch.Generator().manual_seed(0))
     known = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: scores}
-    count = count_model(config, 64, causal=False)
+    forward_flops = sum(ModelShape.of(config).flops_per_token(64, causal=False).values())
     with FlopCounterMode(display=False, custom_mapping=known) as forward, torch.no_grad():
         model.logits(model(ids))
-    assert forward.get_total_flops() == count.forward_flops * ids.numel()
+    assert forward.get_total_flops() == forward_flops * ids.numel()
     # Training, without attention's scores: their kernel computes them again in backward, which is not the model's work.
     with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: into_a_sum}) as training:
         model.loss(model(ids), ids).backward()
     layer = config.attention
     width = layer.head_dim if layer.mla is None else layer.mla.v_dim
     of_scores = 2 * config.layers * 2 * layer.heads * width * 64
-    assert training.get_total_flops() == 3 * (count.forward_flops - of_scores) * ids.numel()
+    assert training.get_total_flops() == 3 * (forward_flops - of_scores) * ids.numel()
 
 
 def mixtral(hidden: int, ffn: int, layers: int, heads: int, vocab: int) -> TransformerConfig:
@@ -107,12 +107,12 @@ DEEPSEEK = TransformerConfig(
 )
 def test_published_sizes(config: TransformerConfig, total: float, active: float) -> None:
     """Billions of parameters, in all and for one token, as on the models' cards (active ones with the embedding)."""
-    count = count_model(config)
-    assert count.params / 1e9 == pytest.approx(total, abs=0.06)
-    assert count.active / 1e9 == pytest.approx(active, abs=0.06)
+    shape = ModelShape.of(config)
+    assert shape.params / 1e9 == pytest.approx(total, abs=0.06)
+    assert shape.active / 1e9 == pytest.approx(active, abs=0.06)
     # The rule of thumb: six FLOPs in training for each active parameter that is multiplied with, beside attention's.
-    multiplied = count.active - count.part("embedding").params - count.part("norms").params
-    without_scores = count_model(config, 1).training_flops
+    multiplied = shape.active - shape.parameters()["embedding"] - shape.parameters()["norms"]
+    without_scores = shape.model_flops(1)
     assert without_scores == pytest.approx(6 * multiplied, rel=2e-3)
 
 
@@ -120,28 +120,30 @@ def test_a_token_attends_to_half_the_sequence_or_to_its_window() -> None:
     for window in (None, 1, 3, 8, 100):
         config = replace(MODEL, attention=replace(MODEL.attention, window=window))
         seen = [min(place + 1, window or 8) for place in range(8)]
-        assert count_model(config, 8).context == pytest.approx(sum(seen) / 8)
-    assert count_model(MODEL, 8, causal=False).context == 8
+        assert ModelShape.of(config).context(8) == pytest.approx(sum(seen) / 8)
+    assert ModelShape.of(MODEL).context(8, causal=False) == 8
 
 
 def test_a_tied_head_has_products_and_no_parameters() -> None:
-    tied, untied = count_model(replace(MODEL, tie=True)), count_model(MODEL)
+    tied, untied = ModelShape.of(replace(MODEL, tie=True)), ModelShape.of(MODEL)
     assert untied.params - tied.params == MODEL.vocab * MODEL.hidden
-    assert tied.forward_flops == untied.forward_flops
+    assert tied.flops_per_token(64) == untied.flops_per_token(64)
 
 
 def test_zero_computation_experts_cost_nothing_when_chosen() -> None:
     half = replace(MODEL.moe, router=RouterConfig(128, 4), zero_experts=ZeroExperts(identity=32, zero=32))
-    count = count_model(replace(MODEL, moe=half))
-    assert count.part("experts").flops == count_model(MODEL).part("experts").flops / 2
-    assert count.part("experts").params == count_model(MODEL).part("experts").params
+    shape, plain = ModelShape.of(replace(MODEL, moe=half)), ModelShape.of(MODEL)
+    assert shape.flops_per_token(64)["experts"] == plain.flops_per_token(64)["experts"] / 2
+    assert shape.parameters()["experts"] == plain.parameters()["experts"]
 
 
-def test_mfu_is_the_share_of_what_all_devices_could_do() -> None:
-    count = count_model(MODEL)
-    assert mfu(10.0, count, [count.training_flops * 10] * 4) == pytest.approx(0.25)
+def test_a_router_may_group_zero_computation_experts_with_real_ones() -> None:
+    """Groups of eight, some of which hold experts of both kinds."""
+    router = RouterConfig(24, 4, num_groups=3, top_groups=2)
+    config = replace(MODEL, moe=replace(MODEL.moe, router=router, zero_experts=ZeroExperts(identity=4)))
+    assert ModelShape.of(config).params == sum(p.numel() for p in Transformer(config).parameters())
 
 
 def test_sequences_without_tokens_are_refused() -> None:
     with pytest.raises(ConfigError, match="at least 1"):
-        count_model(MODEL, 0)
+        ModelShape.of(MODEL).model_flops(0)

@@ -19,10 +19,10 @@ from moe_comm.plan.model.shape import ModelShape
 from moe_comm.plan.search.question import Question
 from moe_comm.plan.search.search import search
 from moe_comm.plan.search.space import Space
-from moe_comm.plan.search.to_config import differences, train_config
 from moe_comm.train.build import _dispatch_options
 from moe_comm.train.config import TrainConfig, load
 from moe_comm.train.dry_run import examine
+from moe_comm.train.plan_config import differences, train_config
 
 TINY = ModelShape("tiny plan", 4, 64, 4, 2, 16, 512, 8, 2, 96, qk_norm="head")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from moe_comm.errors import ConfigError
-from moe_comm.train.pipeline.schedules import Style, find_schedule, stages_per_rank
+from moe_comm.plan.pipeline.schedules import Style, find_schedule, stages_per_rank
 
 
 @dataclass(frozen=True)
