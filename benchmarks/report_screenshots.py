@@ -18,14 +18,14 @@ from selenium import webdriver
 
 from moe_comm.observe.report import write_report
 from moe_comm.observe.synthetic import SlowLink, Straggler, SyntheticFault, SyntheticRun, write_run
-from moe_comm.plan.hardware_table import cluster_named
-from moe_comm.plan.load import Load
-from moe_comm.plan.mapping import Mapping
-from moe_comm.plan.model_file import model_named
-from moe_comm.plan.page import write_page
-from moe_comm.plan.question import Question
-from moe_comm.plan.simulate import simulate
-from moe_comm.plan.timeline import timeline
+from moe_comm.plan.machine.hardware_table import cluster_named
+from moe_comm.plan.model.files import model_named
+from moe_comm.plan.model.load import Load
+from moe_comm.plan.model.mapping import Mapping
+from moe_comm.plan.pages.plan_page import write_page
+from moe_comm.plan.pages.timeline import timeline
+from moe_comm.plan.search.question import Question
+from moe_comm.plan.step.simulate import simulate
 
 WIDTH, COLORS, MOST_BYTES = 1280, 160, 400_000
 PLANNED = ("tp=2,pp=8", "tp=2,pp=4", "tp=4,pp=8", "tp=1,pp=8", "tp=4,pp=4", "tp=8,pp=4")

@@ -201,14 +201,14 @@ def test_every_configuration_key_is_in_the_table_with_its_default() -> None:
 def test_every_ready_configuration_is_in_the_table_with_its_mapping() -> None:
     config = pytest.importorskip("moe_comm.train.config")
     build = pytest.importorskip("moe_comm.train.loop.build")
-    from moe_comm.layers.flops import count_model
+    from moe_comm.plan.model.shape import ModelShape
 
     rows = re.findall(r"^\| `([\w-]+)` \| (\d+) \| ([^|]*) \| ([\d.]+) ([MB]) \|", TRAINING, re.MULTILINE)
     assert {row[0] for row in rows} == config.ready_configs().keys()
     for name, ranks, mapping, params, unit in rows:
         found = config.load(name)
         assert (found.parallel.ranks, str(found.parallel.mapping(int(ranks)))) == (int(ranks), mapping), name
-        counted = count_model(build.architecture_of(found, None if found.model.vocab else 257)).params
+        counted = ModelShape.of(build.architecture_of(found, None if found.model.vocab else 257)).params
         assert f"{counted / {'M': 1e6, 'B': 1e9}[unit]:.1f}" == params, name
 
 
@@ -225,7 +225,7 @@ def test_the_picture_of_a_mapping_is_what_the_command_prints() -> None:
 
 
 def test_every_schedule_is_in_the_table_of_pipelines() -> None:
-    schedules = pytest.importorskip("moe_comm.train.pipeline.schedules").SCHEDULES
+    schedules = pytest.importorskip("moe_comm.plan.pipeline.schedules").SCHEDULES
     section = (ROOT / "docs/parallel.md").read_text().partition("## Pipelines")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| (\d)(?: (or more))? \| ([\w, ]+) \|", section, re.MULTILINE)
     shown = {name: (int(least), bool(more), backward != "whole") for name, least, more, backward in rows}

@@ -21,18 +21,18 @@ from typing import Any
 from rich.table import Table
 
 from moe_comm.bench import machine, report
+from moe_comm.bench.calibrate.fit import shape_of
+from moe_comm.bench.calibrate.machine import calibrate
+from moe_comm.bench.calibrate.steps import imbalance
 from moe_comm.bench.host_ranks import run_on_hosts
 from moe_comm.bench.hosts import Hosts, why_not
 from moe_comm.bench.plan_ranks import TIMEOUT_S, Measured, measure
 from moe_comm.bench.plan_settings import MODEL_KEYS, Case, PlanBench
-from moe_comm.plan.calibrate import calibrate
-from moe_comm.plan.calibrate_fit import shape_of
-from moe_comm.plan.calibrate_steps import imbalance
-from moe_comm.plan.hardware import Cluster
-from moe_comm.plan.hardware_file import to_json
-from moe_comm.plan.load import Load
-from moe_comm.plan.mapping import Place
-from moe_comm.plan.step import Step, StepModel
+from moe_comm.plan.machine.hardware import Cluster
+from moe_comm.plan.machine.hardware_file import to_json
+from moe_comm.plan.model.load import Load
+from moe_comm.plan.model.mapping import Place
+from moe_comm.plan.step.step import Step, StepModel
 
 TOLERATED, REGRET = 0.15, 0.05
 """Error of a prediction, and regret, that are aimed at."""

@@ -27,8 +27,8 @@ from moe_comm.bench.train_peers import PEERS
 from moe_comm.bench.train_settings import LR, RIVALS, TrainBench
 from moe_comm.integrations.hugging_face.architecture import to_hugging_face
 from moe_comm.integrations.hugging_face.weights import write_folder
-from moe_comm.layers.flops import count_model
 from moe_comm.layers.initialize import initialize
+from moe_comm.plan.model.shape import ModelShape
 from moe_comm.runtime.gemm import gemm_flops
 from moe_comm.train import config as configuration
 from moe_comm.train.loop.build import architecture_of, build_stages
@@ -112,7 +112,7 @@ def run(bench: TrainBench, threads: int = 1) -> dict[str, Any]:
             ranks.barrier()
         clock = Clock(sync_group if bench.ranks > 1 else sync_alone)
         # Small shapes are for tests of this code; there a large product would only cost time.
-        flops = count_model(setting.architecture, bench.seq_len).training_flops
+        flops = ModelShape.of(setting.architecture).model_flops(bench.seq_len)
         size = None if flops * bench.tokens > 1e9 else 64
         rates: list[float] = []
         gc.collect()

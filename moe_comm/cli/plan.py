@@ -16,9 +16,9 @@ from moe_comm.cli.options import JsonOut, load
 from moe_comm.errors import ConfigError, MoeCommError
 
 if TYPE_CHECKING:
-    from moe_comm.plan.question import Candidate, Question
-    from moe_comm.plan.search import Found
-    from moe_comm.plan.simulate import Simulated
+    from moe_comm.plan.search.question import Candidate, Question
+    from moe_comm.plan.search.search import Found
+    from moe_comm.plan.step.simulate import Simulated
 
 app = typer.Typer()
 TOP, RANKS = 10, 2
@@ -161,10 +161,10 @@ def plan(
             raise ConfigError("--top is for a search; --mapping predicts one mapping")
         if model is None or gpus is None or hardware is None or seq_len is None or global_batch is None:
             raise ConfigError(f"missing option {next(name for name, value in needed.items() if value is None)}")
-        question = load("moe_comm.plan.question", "train").Question(
-            load("moe_comm.plan.model_file", "train").model_named(model),
+        question = load("moe_comm.plan.search.question", "train").Question(
+            load("moe_comm.train.plan_config", "train").model_named(model),
             _cluster(hardware, hardware_file, gpus, host_size),
-            load("moe_comm.plan.load", "train").Load.assumed(seq_len, dtype.value, capacity_factor, imbalance),
+            load("moe_comm.plan.model.load", "train").Load.assumed(seq_len, dtype.value, capacity_factor, imbalance),
             global_batch,
         )
         open_: dict[str, Any] = {"micro_batch": micro_batch, "recompute": recompute, "sharding": sharding}
@@ -174,7 +174,9 @@ def plan(
         if mapping is None:
             _search(question, folded, fixed, top or TOP, outputs)
         else:
-            given = load("moe_comm.plan.given", "train").Given(mapping, coupled=folded is False, **fixed)
+            given = load("moe_comm.plan.search.partial_mapping", "train").Given(
+                mapping, coupled=folded is False, **fixed
+            )
             outputs.write(question, given.candidate(question))
 
 
@@ -196,7 +198,7 @@ class _Outputs:
     def write(self, question: Question, candidate: Candidate, found: Found | None = None) -> None:
         """Print and write all that is wanted of ``candidate``, and of the search that found it."""
         report, text = load("moe_comm.bench.report", "bench"), load("moe_comm.cli.plan_text", "train")
-        answer = load("moe_comm.plan.answer", "train").answer(question, candidate, found)
+        answer = load("moe_comm.plan.search.answer", "train").answer(question, candidate, found)
         simulated = self._simulated(question, candidate)
         if simulated is not None:
             answer["slow"] = {"step_s": simulated.seconds, "slowdown": simulated.slowdown}
@@ -214,7 +216,7 @@ class _Outputs:
         """The step with slow ranks, if any are given."""
         if not self.slow:
             return None
-        module = load("moe_comm.plan.simulate", "train")
+        module = load("moe_comm.plan.step.simulate", "train")
         found: Simulated = module.simulate(question.model(candidate.mapping), module.parse_slow(self.slow))
         return found
 
@@ -222,39 +224,39 @@ class _Outputs:
         self, question: Question, candidate: Candidate, found: Found | None, simulated: Simulated | None
     ) -> Iterator[Path]:
         if self.config is not None:
-            toml: str = load("moe_comm.plan.to_config", "train").train_config(question, candidate)
+            toml: str = load("moe_comm.train.plan_config", "train").train_config(question, candidate)
             self.config.write_text(toml, encoding="utf-8")
             yield self.config
-            for difference in load("moe_comm.plan.to_config", "train").differences(question, candidate):
+            for difference in load("moe_comm.train.plan_config", "train").differences(question, candidate):
                 typer.echo(f"{self.config}: {difference}", err=self.json == "-")
         if self.trace is None and self.page is None:
             return
-        timeline = load("moe_comm.plan.timeline", "train").timeline(question.model(candidate.mapping))
+        timeline = load("moe_comm.plan.pages.timeline", "train").timeline(question.model(candidate.mapping))
         if self.trace is not None:
-            load("moe_comm.plan.plan_trace", "observe").write_trace(timeline, self.trace)
+            load("moe_comm.plan.pages.trace", "observe").write_trace(timeline, self.trace)
             yield self.trace
         if self.page is not None:
             others = (candidate,) if found is None else found.best
-            write = load("moe_comm.plan.page", "observe").write_page
+            write = load("moe_comm.plan.pages.plan_page", "observe").write_page
             write(question, candidate, timeline, others, self.page, simulated)
             yield self.page
 
 
 def _search(question: Question, folded: bool | None, fixed: dict[str, Any], top: int, outputs: _Outputs) -> None:
-    search, space = load("moe_comm.plan.search", "train"), load("moe_comm.plan.space", "train").Space
+    search, space = load("moe_comm.plan.search.search", "train"), load("moe_comm.plan.search.space", "train").Space
     found: Found = search.search(question, space.of(folded=folded, **fixed), keep=top)
     if found.best:
         outputs.write(question, found.best[0], found)
         return
     nearest = question.candidate(found.nearest[0].mapping)
-    told = load("moe_comm.plan.answer", "train").answer(question, nearest, found)
+    told = load("moe_comm.plan.search.answer", "train").answer(question, nearest, found)
     load("moe_comm.bench.report", "bench").write_json(told, outputs.json)
     raise MoeCommError(load("moe_comm.cli.plan_text", "train").nothing_fits(question, found))
 
 
 def _cluster(hardware: str, file: Path | None, gpus: int, host_size: int | None) -> Any:
     """The cluster by name, by its description's path, or as it was measured here."""
-    table = load("moe_comm.plan.hardware_table", "train")
+    table = load("moe_comm.plan.machine.hardware_table", "train")
     if hardware == table.THIS_MACHINE:
         measured = file or _measured()
         if not measured.is_file():
@@ -282,15 +284,17 @@ def _one_mode(modes: dict[str, bool], refused: dict[str, object]) -> None:
 def _validate(json_out: str | None) -> None:
     predict = load("moe_comm.plan.published_step", "train").predict_step
     found = load("moe_comm.plan.validate", "train").validate(predict)
-    load("moe_comm.bench.report", "bench").write_json(load("moe_comm.plan.answer", "train").validation(found), json_out)
+    load("moe_comm.bench.report", "bench").write_json(
+        load("moe_comm.plan.search.answer", "train").validation(found), json_out
+    )
     typer.echo(found.text(), err=json_out == "-")
 
 
 def _calibrate(ranks: int, file: Path | None, json_out: str | None) -> None:
     path = file or _measured()
     load("moe_comm.bench.report", "bench").check_writable(str(path))
-    description = load("moe_comm.plan.hardware_file", "train")
-    cluster = load("moe_comm.plan.calibrate", "train").calibrate(
+    description = load("moe_comm.plan.machine.hardware_file", "train")
+    cluster = load("moe_comm.bench.calibrate.machine", "train").calibrate(
         ranks, say=lambda text: typer.echo(f"measuring {text}", err=True)
     )
     description.save(cluster, path)

@@ -8,12 +8,12 @@ from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from moe_comm.plan.answer import COMPUTED, GB, bubble_share, exposed_share, runners_up
-from moe_comm.plan.blocks import LINKS
-from moe_comm.plan.hardware import Cluster
-from moe_comm.plan.mapping import Mapping
-from moe_comm.plan.question import Candidate, Question
-from moe_comm.plan.search import Found, changes
+from moe_comm.plan.machine.hardware import Cluster
+from moe_comm.plan.model.mapping import Mapping
+from moe_comm.plan.search.answer import COMPUTED, GB, bubble_share, exposed_share, runners_up
+from moe_comm.plan.search.question import Candidate, Question
+from moe_comm.plan.search.search import Found, changes
+from moe_comm.plan.step.blocks import LINKS
 
 WIDTH = 160
 """Of tables in files and pipes."""

@@ -25,21 +25,21 @@ def whatif(
     ] = None,
 ) -> None:
     """Say how much slower a run was than if nothing had been slower than its like, and what made it so."""
-    report, told = load("moe_comm.bench.report", "bench"), load("moe_comm.plan.whatif_text", "observe")
+    report, told = load("moe_comm.bench.report", "bench"), load("moe_comm.plan.whatif.text", "observe")
     for path in (json_out, page):
         report.check_writable(None if path is None else str(path))
-    what_if = load("moe_comm.plan.whatif", "observe").what_if
+    what_if = load("moe_comm.plan.whatif.analysis", "observe").what_if
     if run.is_dir():
         chosen = None if steps is None else load("moe_comm.observe.trace", "observe").parse_steps(steps)
-        trace = load("moe_comm.plan.run_trace", "observe").read_run_trace(run, chosen)
+        trace = load("moe_comm.plan.whatif.run_trace", "observe").read_run_trace(run, chosen)
         found = what_if(trace.graph, trace.even_N)
     elif steps is not None:
         raise ConfigError("--steps is for runs of moe-comm; a published trace is taken as a whole")
     else:
-        published = load("moe_comm.plan.straggler_trace", "data")
+        published = load("moe_comm.plan.whatif.straggler_trace", "data")
         found = what_if(published.straggler_graph(published.read_straggler_trace(run)))
     report.write_json(told.summary(found), json_out)
     typer.echo(told.text(found), err=json_out == "-")
     if page is not None:
-        load("moe_comm.plan.whatif_page", "observe").write_page(found, page, run.absolute().name)
+        load("moe_comm.plan.pages.whatif_page", "observe").write_page(found, page, run.absolute().name)
         typer.echo(f"wrote {page} ({page.stat().st_size / 2**20:.1f} MiB)", err=json_out == "-")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from moe_comm.errors import ConfigError
-from moe_comm.plan.mapping import Dispatcher, Overlap
+from moe_comm.plan.model.mapping import Dispatcher, Overlap
 
 FORMAT, VERSION = "moe_comm published", 1
 FOLDER = Path(__file__).parent / "published"
@@ -56,7 +56,7 @@ class OperatorCase:
 
     m: rows of one rank's product; with experts, tokens of all ranks together. n, k: of one rank's product, for one
     expert. ep: groups of ranks that share the experts out; imbalance: rows of the busiest of them over the mean.
-    transport: "none" moves nothing, "serial" is a collective beside the product, others are of ``moe_comm.plan.fused``.
+    transport: "none" moves nothing, "serial" is a collective beside the product, others: see ``machine.fused``.
     """
 
     pattern: str

@@ -13,15 +13,15 @@ from dataclasses import replace
 from itertools import product
 
 from moe_comm.errors import ConfigError
-from moe_comm.plan.hardware_table import cluster_named
-from moe_comm.plan.load import Load
-from moe_comm.plan.mapping import MICRO_BATCHES, RECOMPUTE, Mapping
-from moe_comm.plan.memory import Policy
-from moe_comm.plan.model import ModelShape
-from moe_comm.plan.model_file import model_named
+from moe_comm.plan.machine.hardware_table import cluster_named
+from moe_comm.plan.model.files import model_named
+from moe_comm.plan.model.load import Load
+from moe_comm.plan.model.mapping import MICRO_BATCHES, RECOMPUTE, Mapping
+from moe_comm.plan.model.memory import Policy
+from moe_comm.plan.model.shape import ModelShape
 from moe_comm.plan.published import StepCase
-from moe_comm.plan.question import Question
-from moe_comm.plan.space import Space
+from moe_comm.plan.search.question import Question
+from moe_comm.plan.search.space import Space
 from moe_comm.plan.validate import OutOfMemory
 
 POLICY = Policy(cut_shared=True, reshard=True)

@@ -3,8 +3,8 @@
     report = validate(predict_step)
     print(report.text())
 
-Operators are predicted here, from a machine's description and ``moe_comm.plan.fused``; whole steps by the function that
-is given. Rows that a constant was fitted on and rows that are excluded are shown but do not count.
+Operators are predicted here, from a machine's description and ``moe_comm.plan.machine.fused``; whole steps by the
+given function. Rows that a constant was fitted on and rows that are excluded are shown but do not count.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from moe_comm.errors import ConfigError
-from moe_comm.plan import fused
-from moe_comm.plan.fused import Product, Transport
-from moe_comm.plan.hardware import Cluster, item_bytes
-from moe_comm.plan.hardware_table import H100, PCIE_4, cluster_named
-from moe_comm.plan.load import DROPLESS
-from moe_comm.plan.model_file import model_named
+from moe_comm.plan.machine import fused
+from moe_comm.plan.machine.fused import Product, Transport
+from moe_comm.plan.machine.hardware import Cluster, item_bytes
+from moe_comm.plan.machine.hardware_table import H100, PCIE_4, cluster_named
+from moe_comm.plan.model.files import model_named
+from moe_comm.plan.model.load import DROPLESS
 from moe_comm.plan.published import OperatorCase, Row, StepCase, Table, tables
-from moe_comm.plan.weights import SLOW_RING
+from moe_comm.plan.step.weights import SLOW_RING
 
 
 @dataclass(frozen=True)

@@ -2,34 +2,47 @@
 
 The first rank of every pipeline position builds its stages on the meta device, under torch's fake process group of as
 many ranks as the mapping has: every check of a real build runs, and nothing is allocated or sent. The rest is
-arithmetic (``memory``).
+arithmetic: ``moe_comm.plan.model`` counts parameters, FLOPs and memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import lru_cache
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from moe_comm.errors import ConfigError
 from moe_comm.layers.config import TransformerConfig
-from moe_comm.layers.flops import ModelCount, count_model
 from moe_comm.layers.shard import shardings_of
+from moe_comm.plan.model.activations import Activations
+from moe_comm.plan.model.fixed_memory import Fixed, Part, state_bytes
+from moe_comm.plan.model.matrices import FAMILY, MASTER
+from moe_comm.plan.model.shape import ModelShape
+from moe_comm.plan.pipeline.in_flight import in_flight
+from moe_comm.plan.pipeline.schedules import check_micro_batches
+from moe_comm.plan.pipeline.stages import StagePlan
 from moe_comm.topology import FoldedMesh, ParallelConfig, Sharding, picture
 from moe_comm.train.architecture import family_of
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.data.tokenizer import ByteTokenizer, load_tokenizer
 from moe_comm.train.loop.build import DTYPES, FULL_PRECISION, architecture_of, build_stages, stage_plan
-from moe_comm.train.memory import Activations, Fixed, Keeping, fixed_memory, in_flight
-from moe_comm.train.optim import OptimizerOptions
-from moe_comm.train.pipeline.schedules import check_micro_batches
-from moe_comm.train.pipeline.stages import StagePlan
+from moe_comm.train.optim.base import OptimizerOptions, is_matrix
+from moe_comm.train.parallel.fsdp import DENSE_AXES, EXPERT_AXES
+from moe_comm.train.parallel.owned import Owned
+from moe_comm.train.parallel.strategy import Strategy
 
 GIB, MIB = 1 << 30, 1 << 20
+_NOTHING = nn.Parameter(torch.empty(0, device="meta"))
+
+Place = Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -64,11 +77,11 @@ class Position:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a dry run found out."""
+    """What a dry run found out. shape: of the model, which counts its parameters and FLOPs."""
 
     name: str
     architecture: TransformerConfig
-    count: ModelCount
+    shape: ModelShape
     mapping: ParallelConfig
     plan: StagePlan
     positions: tuple[Position, ...]
@@ -81,9 +94,8 @@ def describe(config: TrainConfig) -> str:
         ConfigError: it cannot be built, or a step's batch cannot be cut as it says.
     """
     found = examine(config)
-    return (
-        "\n\n".join([_title(found, config), _parameters(found.count), _mapping(found), _memory(found, config)]) + "\n"
-    )
+    counted = _parameters(found.shape, config.data.seq_len)
+    return "\n\n".join([_title(found, config), counted, _mapping(found), _memory(found, config)]) + "\n"
 
 
 def examine(config: TrainConfig) -> DryRun:
@@ -107,8 +119,8 @@ def examine(config: TrainConfig) -> DryRun:
                 shardings |= shardings_of(stage)
         activations = _activations(config, architecture, plan, pp, tokens, mapping)
         positions.append(Position(shardings, _ranks(config, mapping, pp, shardings, activations)))
-    count = count_model(architecture, config.data.seq_len)
-    return DryRun(config.run.name, architecture, count, mapping, plan, tuple(positions))
+    shape = ModelShape.of(architecture)
+    return DryRun(config.run.name, architecture, shape, mapping, plan, tuple(positions))
 
 
 @contextmanager
@@ -165,39 +177,108 @@ def _activations(
 ) -> int:
     """Estimated bytes on each rank of pipeline position ``pp``.
 
-    For each of its stages what a pass keeps (``Activations.kept``) as often as micro-batches wait there for their
-    backward (``in_flight``), twice where two are interleaved; what the backward of its largest layer computes again;
-    and on the last stage the loss, whose backward follows at once but with gpipe.
+    For each of its stages what a pass keeps as often as micro-batches wait there for their backward (``in_flight``),
+    twice where two are interleaved; what the backward of its largest layer computes again; and on the last stage the
+    loss, whose backward follows at once but with gpipe.
     """
-    itemsize, n = DTYPES[config.model.dtype].itemsize, config.data.micro_batches
-    estimate = Activations(architecture, tokens, itemsize, mapping.tp, config.model.recompute)
+    n, model, capacity = config.data.micro_batches, config.model, architecture.moe.capacity
+    estimate = Activations(
+        ModelShape.of(architecture),
+        DTYPES[model.dtype].itemsize,
+        mapping.tp,
+        model.recompute,
+        architecture.moe.recompute,
+        rows=1.0 if capacity is None else min(1.0, capacity.factor),
+        etp=mapping.etp,
+    )
     stages = plan.stages_of(pp)
     waiting = in_flight(config.parallel.schedule, plan.pp, plan.virtual, pp, n)
     together = 2 if config.parallel.interleave else 1
-    kept = [estimate.kept(plan.layers_of(stage), plan.is_last(stage)) for stage in stages]
-    held = together * sum(count * size for count, size in zip(waiting, kept, strict=True))
+    held = again = 0
+    for stage, count in zip(stages, waiting, strict=True):
+        layers = plan.layers_of(stage)
+        dense = sum(layer in architecture.dense_layers for layer in layers)
+        moe = len(layers) - dense
+        held += together * count * round(tokens * estimate.kept(dense, moe, int(plan.is_last(stage))))
+        again = max(again, round(tokens * estimate.again(dense, moe)))
     if plan.is_last(stages[-1]):
-        held += estimate.loss() * (n if config.parallel.schedule == "gpipe" and plan.pp > 1 else together)
-    return held + max(estimate.transient(plan.layers_of(stage)) for stage in stages)
+        held += estimate.loss(tokens) * (n if config.parallel.schedule == "gpipe" and plan.pp > 1 else together)
+    return held + again
 
 
 def _ranks(
     config: TrainConfig, mapping: ParallelConfig, pp: int, shardings: dict[str, Sharding], activations: int
 ) -> tuple[RankMemory, ...]:
     o = config.optimizer
-    keeping = Keeping(
-        strategy=config.parallel.sharding,
+    keeping = _Keeping(
+        strategy=config.parallel.sharding if mapping.world > 1 else "replicate",  # FSDP needs a process group
         itemsize=DTYPES[config.model.dtype].itemsize,
-        full_precision=FULL_PRECISION,
         optimizer=OptimizerOptions(o.kind, momentum=o.momentum_of_kind),
         accumulates=config.data.micro_batches > 1,
         pipeline=mapping.pp > 1,
     )
     ranks = range(pp * mapping.stage, (pp + 1) * mapping.stage)
     return tuple(
-        RankMemory(rank, fixed_memory(shardings, mapping.place(rank), mapping.sizes, keeping), activations)
-        for rank in ranks
+        RankMemory(rank, keeping.fixed(shardings, mapping.place(rank), mapping.sizes), activations) for rank in ranks
     )
+
+
+@dataclass(frozen=True)
+class _Keeping:
+    """How a run keeps its parameters.
+
+    itemsize: bytes of an element in the dtype that computes. accumulates: a step has several micro-batches. pipeline:
+    there are several stages.
+    """
+
+    strategy: Strategy
+    itemsize: int
+    optimizer: OptimizerOptions
+    accumulates: bool
+    pipeline: bool
+
+    def fixed(self, shardings: Mapping[str, Sharding], place: Place, sizes: Place) -> Fixed:
+        """What the rank at ``place`` keeps of the parameters of its stages, which are named as in the whole model."""
+        total = Fixed()
+        gathered: dict[str, int] = {}
+        partial = self.strategy == "fsdp" and not (self.accumulates or self.pipeline)
+        for name, sharding in shardings.items():
+            part = self._part(name, sharding, place, sizes).fixed(self.strategy, partial)
+            total += part
+            unit = ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""
+            gathered[unit] = gathered.get(unit, 0) + part.weights
+        if self.strategy == "fsdp" and not self.pipeline:
+            root = gathered.pop("", 0)
+            total = replace(total, weights=root + sum(sorted(gathered.values())[-2:]))
+        return total
+
+    def _part(self, name: str, sharding: Sharding, place: Place, sizes: Place) -> Part:
+        cut = tuple(sorted((split.axis, place[split.axis], sizes[split.axis]) for split in sharding.splits))
+        owners = sharding.sum_axes
+        if self.strategy == "fsdp":
+            owners = EXPERT_AXES if sharding.expert else DENSE_AXES
+        index = 0
+        for axis in reversed(owners):
+            index = index * sizes[axis] + place[axis]
+        o = self.optimizer
+        muon = is_matrix(Owned(name, _NOTHING, sharding)) and not _matches(name, o.muon_excludes)
+        return Part(
+            _local_shape(sharding, cut),
+            MASTER if _matches(name, FULL_PRECISION) else self.itemsize,
+            state_bytes(o.kind, o.momentum > 0, muon),
+            summing=math.prod(sizes[axis] for axis in sharding.sum_axes),
+            owners=math.prod(sizes[axis] for axis in owners),
+            index=index,
+        )
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+@lru_cache(maxsize=65536)
+def _local_shape(sharding: Sharding, cut: tuple[tuple[str, int, int], ...]) -> tuple[int, ...]:
+    return sharding.local_shape({axis: at for axis, at, _ in cut}, {axis: size for axis, _, size in cut})
 
 
 def _title(found: DryRun, config: TrainConfig) -> str:
@@ -210,15 +291,17 @@ def _title(found: DryRun, config: TrainConfig) -> str:
     )
 
 
-def _parameters(count: ModelCount) -> str:
+def _parameters(shape: ModelShape, seq_len: int) -> str:
     lines = [f"{'parameters':<16}{'total':>12}{'for a token':>14}"]
-    for part in count.parts:
-        if part.params:
-            lines.append(f"  {part.name:<14}{_short(part.params):>12}{_short(part.active):>14}")
-    lines.append(f"  {'all':<14}{_short(count.params):>12}{_short(count.active):>14}")
+    every, active = shape.parameters(), shape.active_parameters()
+    for family in dict.fromkeys(FAMILY.values()):
+        if family in every:
+            lines.append(f"  {family:<14}{_short(every[family]):>12}{_short(active[family]):>14}")
+    forward, training = sum(shape.flops_per_token(seq_len).values()), shape.model_flops(seq_len)
+    lines.append(f"  {'all':<14}{_short(shape.params):>12}{_short(shape.active):>14}")
     lines.append(
-        f"FLOPs per token: {_short(count.forward_flops)} forward, {_short(count.training_flops)} in training "
-        f"(a token attends to {count.context:.0f} on average)"
+        f"FLOPs per token: {_short(forward)} forward, {_short(training)} in training "
+        f"(a token attends to {shape.context(seq_len):.0f} on average)"
     )
     return "\n".join(lines)
 

@@ -14,8 +14,8 @@ from moe_comm.bench.plan_bench import main, predict
 from moe_comm.bench.plan_ranks import Measured, measure
 from moe_comm.bench.plan_settings import CASES, Case, PlanBench
 from moe_comm.errors import ConfigError
-from moe_comm.plan.collectives import Link
-from moe_comm.plan.hardware import Accelerator, Cluster, Tile
+from moe_comm.plan.machine.collectives import Link
+from moe_comm.plan.machine.hardware import Accelerator, Cluster, Tile
 
 TINY = PlanBench(
     hidden=32,

@@ -18,12 +18,12 @@ from moe_comm.layers.interleave import StageInput, Steps, finish, take_turns
 from moe_comm.layers.recompute import activation_bytes
 from moe_comm.layers.transformer import ModelPlan, Transformer
 from moe_comm.overlap.chunked import Overlap
+from moe_comm.plan.pipeline.stages import plan_stages
 from moe_comm.topology import FoldedMesh, ParallelConfig
 from moe_comm.train.config import load
 from moe_comm.train.parallel.replicate import clear_gradient, compute_in
 from moe_comm.train.pipeline.batch import Activations, MicroBatch
 from moe_comm.train.pipeline.runner import Accumulation, make_runner
-from moe_comm.train.pipeline.stages import plan_stages
 from tests.layers.flights import Flights, recorded
 from tests.layers.tiny import BY_WEIGHT, LENGTH, TINY, own
 from tests.pool import RankPool

@@ -12,7 +12,6 @@ from torch import Tensor
 from moe_comm.errors import ConfigError, UnsupportedModel
 from moe_comm.layers.block import Tokens
 from moe_comm.layers.config import AttentionConfig, MLAConfig, Recompute, RopeConfig, TransformerConfig
-from moe_comm.layers.flops import count_model
 from moe_comm.layers.initialize import initialize
 from moe_comm.layers.moe import MoEConfig, ZeroExperts
 from moe_comm.layers.recompute import activation_bytes
@@ -21,8 +20,9 @@ from moe_comm.layers.shard import shardings_of
 from moe_comm.layers.shortcut import PLACES, Shortcut, ShortcutBlock
 from moe_comm.layers.transformer import ModelPlan, Transformer
 from moe_comm.overlap.chunked import Overlap
+from moe_comm.plan.model.activations import Activations
+from moe_comm.plan.model.shape import ModelShape
 from moe_comm.topology import FoldedMesh, ParallelConfig
-from moe_comm.train.memory import Activations
 from tests.layers.flights import Flights, recorded
 from tests.layers.tiny import BY_WEIGHT, LATENT, TINY, Case, Outcome, assert_same, batch, own, run, work
 from tests.pool import RankPool
@@ -244,12 +244,17 @@ def test_a_model_with_shortcuts_has_twice_the_attentions_and_dense_blocks_beside
     plain = {name for name in names if name.startswith("layers.1.")}
     assert not any("second" in name or "moe" in name for name in plain), "a dense layer stays as it is"
     assert len(list(model.moe_layers())) == 2
-    count, plain_count = count_model(SHORTCUT), count_model(TINY)
-    assert count.params == sum(p.numel() for p in model.parameters())
-    attention, dense = (count.part(name).flops / plain_count.part(name).flops for name in ("attention", "dense"))
-    assert attention == pytest.approx(5 / 3) and dense == 5, "in two layers of three; one is dense already"
-    for name in ("router", "experts", "shared experts", "head"):
-        assert count.part(name) == plain_count.part(name)
+    shape, plain_shape = ModelShape.of(SHORTCUT), ModelShape.of(TINY)
+    assert shape.params == sum(p.numel() for p in model.parameters())
+    flops, plain_flops = shape.flops_per_token(TINY.max_length), plain_shape.flops_per_token(TINY.max_length)
+    for operator in ("qkv", "scores", "out"):
+        assert flops[operator] / plain_flops[operator] == pytest.approx(5 / 3)
+    assert flops["dense"] == 5 * plain_flops["dense"], "in two layers of three; one is dense already"
+    for operator in ("router", "experts", "shared", "head"):
+        assert flops[operator] == plain_flops[operator]
+    for family in ("router", "experts", "shared experts", "head"):
+        assert shape.parameters()[family] == plain_shape.parameters()[family]
+        assert shape.active_parameters()[family] == plain_shape.active_parameters()[family]
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -259,8 +264,8 @@ def test_the_estimate_of_its_activations_is_within_a_tenth(recompute: Recompute)
     initialize(model, seed=3)
     ids, _, _ = batch(False)
     measured = activation_bytes(lambda: model(ids), [*model.parameters(), *model.buffers(), ids])
-    estimate = Activations(config, ids.numel(), 4, recompute=recompute, native_norms=True)
-    assert estimate.kept(range(3), True) == pytest.approx(measured, rel=0.1)
+    estimate = Activations(ModelShape.of(config), 4, recompute=recompute, native_norms=True)
+    assert ids.numel() * estimate.kept(1, 2, 1) == pytest.approx(measured, rel=0.1)
 
 
 def test_what_contradicts_a_shortcut_is_refused() -> None:

@@ -13,11 +13,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.layers.config import TransformerConfig
-from moe_comm.layers.flops import count_model
 from moe_comm.layers.initialize import initialize
 from moe_comm.layers.sequence import shard_sequence
 from moe_comm.layers.shard import shardings_of
 from moe_comm.layers.transformer import ModelPlan, Transformer
+from moe_comm.plan.model.shape import ModelShape
 from moe_comm.topology import FoldedMesh, ParallelConfig
 from tests.layers.tiny import (
     BATCH,
@@ -241,7 +241,7 @@ def test_a_copy_has_its_own_weights_and_the_same_groups(pool4: RankPool) -> None
 @pytest.mark.parametrize("config", [TINY, LATENT, DENSE, TIED, PARALLEL], ids=["gqa", "mla", "dense", "tied", "par"])
 def test_the_count_of_parameters_is_that_of_the_model(config: TransformerConfig) -> None:
     model = Transformer(config, ModelPlan(device="meta"))
-    assert count_model(config).params == sum(p.numel() for p in model.parameters())
+    assert ModelShape.of(config).params == sum(p.numel() for p in model.parameters())
 
 
 def test_names_and_shardings_do_not_show_wrappers() -> None:

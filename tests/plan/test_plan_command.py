@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moe_comm import cli
-from moe_comm.plan.load import DROPLESS
+from moe_comm.plan.model.load import DROPLESS
 
 ASKED = {
     "--model": "mixtral-8x22b",
@@ -301,12 +301,12 @@ def test_on_a_narrow_terminal_reasons_stand_below_the_table() -> None:
     from rich.console import Console
 
     from moe_comm.cli.plan_text import search_parts
-    from moe_comm.plan.hardware_table import cluster_named
-    from moe_comm.plan.load import Load
-    from moe_comm.plan.model_file import model_named
-    from moe_comm.plan.question import Question
-    from moe_comm.plan.search import search
-    from moe_comm.plan.space import Space
+    from moe_comm.plan.machine.hardware_table import cluster_named
+    from moe_comm.plan.model.files import model_named
+    from moe_comm.plan.model.load import Load
+    from moe_comm.plan.search.question import Question
+    from moe_comm.plan.search.search import search
+    from moe_comm.plan.search.space import Space
 
     question = Question(model_named("olmoe-1b-7b"), cluster_named("h100", 8), Load(4096), 64)
     found = search(question, Space.of(micro_batch=1, recompute="none", sharding="zero1"), keep=3)
@@ -405,8 +405,8 @@ def test_validate_tells_rows_and_summary(
 def test_calibrate_keeps_a_description_that_this_machine_is_planned_with(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from moe_comm.plan import calibrate
-    from moe_comm.plan.hardware_table import cluster_named
+    from moe_comm.bench.calibrate import machine as calibrate
+    from moe_comm.plan.machine.hardware_table import cluster_named
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     asked = SMALL | {"hardware": "this-machine", "mapping": "ep=8"}

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from moe_comm.plan.answer import answer
-from moe_comm.plan.given import Given
-from moe_comm.plan.hardware_table import cluster_named
-from moe_comm.plan.load import Load
-from moe_comm.plan.mapping import Overlap
-from moe_comm.plan.model import Latent, ModelShape
-from moe_comm.plan.question import Question
-from moe_comm.plan.search import search
-from moe_comm.plan.space import Space
+from moe_comm.plan.machine.hardware_table import cluster_named
+from moe_comm.plan.model.load import Load
+from moe_comm.plan.model.mapping import Overlap
+from moe_comm.plan.model.shape import Latent, ModelShape
+from moe_comm.plan.search.answer import answer
+from moe_comm.plan.search.partial_mapping import Given
+from moe_comm.plan.search.question import Question
+from moe_comm.plan.search.search import search
+from moe_comm.plan.search.space import Space
 
 ODD = ModelShape("odd", 15, 960, 15, 5, 64, 5001, 12, 3, 352, shared_ffn=176)
 DENSE = ModelShape("dense", 12, 1024, 16, 4, 64, 32000, 0, 0, 0, dense_layers=12, dense_ffn=4096)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from moe_comm.errors import ConfigError
-from moe_comm.plan.hardware_table import MACHINES
-from moe_comm.plan.mapping import Mapping
-from moe_comm.plan.model_file import model_named
+from moe_comm.plan.machine.hardware_table import MACHINES
+from moe_comm.plan.model.files import model_named
+from moe_comm.plan.model.mapping import Mapping
 from moe_comm.plan.published import OperatorCase, StepCase, from_json, load, tables
 
 GOOD: dict[str, Any] = {

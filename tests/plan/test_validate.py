@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from moe_comm.errors import ConfigError
-from moe_comm.plan.hardware_table import cluster_named
-from moe_comm.plan.model_file import model_named
+from moe_comm.plan.machine.hardware_table import cluster_named
+from moe_comm.plan.model.files import model_named
 from moe_comm.plan.published import OperatorCase, Row, StepCase, Table, tables
 from moe_comm.plan.validate import CONSTANTS, OutOfMemory, Report, mfu, predict_operator, validate
 

@@ -21,12 +21,14 @@ from moe_comm.layers.moe import MoEConfig
 from moe_comm.layers.recompute import activation_bytes
 from moe_comm.layers.router import RouterConfig
 from moe_comm.layers.transformer import ModelPlan, Transformer
+from moe_comm.plan.model.activations import Activations
+from moe_comm.plan.model.shape import ModelShape
+from moe_comm.plan.pipeline.in_flight import in_flight
+from moe_comm.plan.pipeline.schedules import SCHEDULES, check_micro_batches
 from moe_comm.topology import FoldedMesh
 from moe_comm.train.config import load, ready_configs
 from moe_comm.train.dry_run import DryRun, describe, examine, fake_ranks
 from moe_comm.train.loop.build import architecture_of, build
-from moe_comm.train.memory import Activations, in_flight
-from moe_comm.train.pipeline.schedules import SCHEDULES, check_micro_batches
 from tests.pool import RankPool
 
 PARAMETERS = {  # of the published models, all and (in billions) for a token; DeepSeek-V3 without multi-token prediction
@@ -62,10 +64,10 @@ def test_every_ready_configuration_builds_and_is_described(name: str) -> None:
     assert not dist.is_initialized()
     if name in PARAMETERS:
         params, active = PARAMETERS[name]
-        assert run.count.params == params
-        assert run.count.active / 1e9 == pytest.approx(active, rel=0.01)
+        assert run.shape.params == params
+        assert run.shape.active / 1e9 == pytest.approx(active, rel=0.01)
     elements = [math.prod(s.shape) for position in run.positions for s in position.shardings.values()]
-    assert sum(elements) == run.count.params
+    assert sum(elements) == run.shape.params
     text = describe(config)
     assert f"builds on {config.parallel.ranks} ranks" in text
     assert len([line for line in text.splitlines() if line.startswith(tuple("0123456789 "))]) >= len(run.positions)
@@ -108,7 +110,7 @@ def test_the_parts_of_the_ranks_add_up_to_the_model_times_its_copies(settings: t
         assert [rank.fixed.optimizer for rank in position.ranks] == [2 * weight for weight in weights]
     whole = sum(math.prod(s.shape) for position in run.positions for s in position.shardings.values())
     tied = run.architecture.vocab * run.architecture.hidden if run.architecture.tie else 0
-    assert whole == run.count.params + tied
+    assert whole == run.shape.params + tied
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
@@ -116,9 +118,9 @@ def test_what_is_spread_over_ranks_is_there_once(strategy: str) -> None:
     even = ("parallel.ranks=4", "parallel.dp=4", "parallel.ep=2", "model.vocab=256", "data.tokenizer=none.json")
     run = found(*even, f"parallel.sharding={strategy}", "model.dtype=bfloat16", "data.batch=16")
     [position] = run.positions
-    assert sum(rank.fixed.optimizer for rank in position.ranks) == 12 * run.count.params  # masters and Adam's two
+    assert sum(rank.fixed.optimizer for rank in position.ranks) == 12 * run.shape.params  # masters and Adam's two
     alone = found(*even, f"parallel.sharding={strategy}", "parallel.ranks=1", "parallel.dp=1", "parallel.ep=1")
-    assert alone.positions[0].ranks[0].fixed.optimizer == 8 * run.count.params  # fp32 weights are their own masters
+    assert alone.positions[0].ranks[0].fixed.optimizer == 8 * run.shape.params  # fp32 weights are their own masters
 
 
 def held(rank: int, world: int, settings: tuple[str, ...]) -> dict[str, int]:
@@ -198,9 +200,12 @@ def test_the_estimate_of_activations_is_within_a_fifth(latent: bool, dtype: torc
     initialize(model, 0)
     ids = torch.randint(200, (2, 128), generator=torch.Generator().manual_seed(0))
     measured = activation_bytes(lambda: model.loss(model(ids), ids), [*model.parameters(), *model.buffers(), ids])
-    estimate = Activations(config, ids.numel(), dtype.itemsize, recompute=recompute, native_norms=True)
-    logits = 4 * ids.numel() * config.vocab  # a chunk of them is gone when the loss is there
-    assert estimate.kept(range(3), True) + estimate.loss() - logits == pytest.approx(measured, rel=0.2)
+    shape, tokens = ModelShape.of(config), ids.numel()
+    estimate = Activations(
+        shape, dtype.itemsize, recompute=recompute, recompute_experts=moe.recompute, native_norms=True
+    )
+    logits = 4 * tokens * config.vocab  # a chunk of them is gone when the loss is there
+    assert tokens * estimate.kept(1, 2, 1) + estimate.loss(tokens) - logits == pytest.approx(measured, rel=0.2)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -11,12 +11,14 @@ from moe_comm.errors import ConfigError
 from moe_comm.layers.collectives import CollectiveOptions, configure_collectives
 from moe_comm.layers.config import TransformerConfig
 from moe_comm.layers.data_parallel import leave_gradients
-from moe_comm.layers.flops import count_model
 from moe_comm.layers.initialize import initialize
 from moe_comm.layers.model_plan import ModelPlan
 from moe_comm.layers.shard import shardings_of
 from moe_comm.layers.transformer import Transformer
 from moe_comm.overlap.chunked import Overlap
+from moe_comm.plan.model.shape import ModelShape
+from moe_comm.plan.pipeline.schedules import check_micro_batches
+from moe_comm.plan.pipeline.stages import StagePlan, plan_stages
 from moe_comm.topology import FoldedMesh, Sharding
 from moe_comm.train.architecture import training_side, transformer_config
 from moe_comm.train.config import TrainConfig
@@ -25,8 +27,6 @@ from moe_comm.train.optim import OptimizerOptions, make_optimizer
 from moe_comm.train.parallel import DataParallel, DataParallelOptions
 from moe_comm.train.pipeline.batch import Activations
 from moe_comm.train.pipeline.runner import make_runner
-from moe_comm.train.pipeline.schedules import check_micro_batches
-from moe_comm.train.pipeline.stages import StagePlan, plan_stages
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FULL_PRECISION = ("*.router.weight",)
@@ -167,7 +167,7 @@ def build(
         moe_names=tuple(f"layers.{layer}.moe" for layer in architecture.moe_layers),
         num_experts=architecture.moe.router.num_experts,
         top_k=architecture.moe.router.top_k,
-        flops_per_token=count_model(architecture, config.data.seq_len).training_flops,
+        flops_per_token=ModelShape.of(architecture).model_flops(config.data.seq_len),
         peak_flops=peak_flops,
     )
 

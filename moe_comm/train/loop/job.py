@@ -19,10 +19,10 @@ import torch.distributed as dist
 import moe_comm
 from moe_comm.errors import CorruptPayload, MoeCommError, NonFiniteLoss, PeerError, UnsettledStep, UnsupportedModel
 from moe_comm.layers.config import TransformerConfig
-from moe_comm.layers.flops import count_model
 from moe_comm.observe.effective import effective_time
 from moe_comm.observe.rank_log import dump
 from moe_comm.observe.records import FAULTS, LOADS, METRICS, FaultRecord, append
+from moe_comm.plan.model.shape import ModelShape
 from moe_comm.runtime.events import EVENTS
 from moe_comm.runtime.gemm import gemm_flops
 from moe_comm.runtime.persistent_memory import KeptMemory
@@ -345,12 +345,12 @@ def _versions() -> dict[str, str]:
 def _opening(
     config: TrainConfig, architecture: TransformerConfig, corpus: Corpus, mesh: FoldedMesh, folder: RunFolder
 ) -> str:
-    count = count_model(architecture, config.data.seq_len)
+    shape = ModelShape.of(architecture)
     router = architecture.moe.router
     statistics = corpus.statistics()
     epochs = ", ".join(f"{config.run.steps * step:.2g}" for step in corpus.epochs)
     return (
-        f"{config.model.family}: {count.params / 1e6:.1f} M parameters ({count.active / 1e6:.1f} M active), "
+        f"{config.model.family}: {shape.params / 1e6:.1f} M parameters ({shape.active / 1e6:.1f} M active), "
         f"{architecture.layers} layers, {router.num_experts} experts top-{router.top_k}\n"
         f"mapping: {mesh.config}, {mesh.config.world} rank(s), {config.parallel.sharding}\n"
         f"text {', '.join(config.data.sources)}: {statistics.train_tokens:,} tokens to train, "

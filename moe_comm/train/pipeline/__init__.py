@@ -9,9 +9,7 @@ The two copies of a tied embedding, on the first stage and the last one, get the
 ``DataParallel(..., tied=...)``.
 """
 
-from moe_comm.train.pipeline.batch import Activations, MicroBatch, StageModule
-from moe_comm.train.pipeline.runner import Accumulation, Pipeline, Runner, make_runner, prepare_backward
-from moe_comm.train.pipeline.schedules import (
+from moe_comm.plan.pipeline.schedules import (
     SCHEDULES,
     Schedule,
     ScheduleName,
@@ -19,7 +17,9 @@ from moe_comm.train.pipeline.schedules import (
     find_schedule,
     stages_per_rank,
 )
-from moe_comm.train.pipeline.stages import StagePlan, plan_stages
+from moe_comm.plan.pipeline.stages import StagePlan, plan_stages
+from moe_comm.train.pipeline.batch import Activations, MicroBatch, StageModule
+from moe_comm.train.pipeline.runner import Accumulation, Pipeline, Runner, make_runner, prepare_backward
 
 __all__ = [
     "SCHEDULES",

@@ -20,14 +20,14 @@ from moe_comm.comm.channel import Channel
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.layers.collectives import channel_of
 from moe_comm.layers.interleave import StageInput
+from moe_comm.plan.pipeline.schedules import check_micro_batches, find_schedule
+from moe_comm.plan.pipeline.stages import StagePlan
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import EVENTS, moving
 from moe_comm.runtime.meter import COMMUNICATION
 from moe_comm.topology import FoldedMesh
 from moe_comm.train.pipeline.batch import Activations, MicroBatch, check_batches, device_of
-from moe_comm.train.pipeline.schedules import check_micro_batches, find_schedule
 from moe_comm.train.pipeline.stage import AfterBackward, Stage, check_output
-from moe_comm.train.pipeline.stages import StagePlan
 from moe_comm.train.pipeline.transfers import ACTIVATIONS, Transfers, between
 
 

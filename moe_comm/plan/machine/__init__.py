@@ -1,0 +1,1 @@
+"""Machines: accelerators and links, from tables or files, and what matrix products and collectives take on them."""

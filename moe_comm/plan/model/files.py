@@ -1,0 +1,316 @@
+"""A model's shape from a name or a Hugging Face ``config.json``.
+
+``config.json`` is read as plain JSON, so any model's will do, of a family that is known here or not, and transformers
+need not be installed. What families call the same thing stands in one table of names; what they do without saying (the
+bias of Qwen2's projections, the norms of Qwen3's queries) stands in ``families``. Nothing that is needed has a
+default: a key that is missing is an error that names it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from moe_comm.errors import ConfigError
+from moe_comm.plan.model.dense_models import DENSE
+from moe_comm.plan.model.families import FAMILIES, NOT_MODELLED, REFUSED, Family
+from moe_comm.plan.model.moe_models import MODELS as WITH_EXPERTS
+from moe_comm.plan.model.shape import Latent, ModelShape
+from moe_comm.runtime.untrusted import parse_object, read_bounded, shown
+
+MODELS = WITH_EXPERTS | DENSE
+"""Every model that is known by name."""
+FILE_BYTES = 1 << 20
+"""A description of a model is never longer."""
+MOST, MOST_LAYERS, MOST_EXPERTS, MOST_PARAMS = 1 << 30, 1 << 12, 1 << 14, 1 << 60
+"""No width or count is larger, no model has more layers, experts or parameters: sums over them stay exact and short."""
+
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layers")
+_VOCAB = ("vocab_size",)
+_HIDDEN = ("hidden_size", "d_model")
+_HEADS = ("num_attention_heads", "n_heads")
+_KV_HEADS = ("num_key_value_heads", "kv_n_heads")
+_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
+_EXPERT_FFN = ("moe_intermediate_size", "expert_ffn_hidden_size")
+_FFN = ("intermediate_size", "ffn_hidden_size")
+_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
+_SHARED_FFN = (
+    "shared_expert_intermediate_size",
+    "shared_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+)
+_FIRST_DENSE = ("first_k_dense_replace", "moe_layer_start_index", "moe_layer_num_skipped")
+
+
+def model_named(text: str, others: Iterable[str] = ()) -> ModelShape:
+    """The model that ``text`` names, or describes where it is the path of a file or of a model's folder.
+
+    Args:
+        text: one of ``MODELS``; a ``config.json`` of Hugging Face, or its folder.
+        others: names that an error lists beside those of ``MODELS``.
+
+    Raises:
+        ConfigError: no such model; a file that cannot be read, or lacks a key or contradicts itself: names the key.
+    """
+    name = text.strip()
+    if name.lower() in MODELS:
+        return MODELS[name.lower()]
+    path = Path(name)
+    if path.is_dir():
+        path /= "config.json"
+    if path.suffix == ".json":
+        return shape_of_hugging_face(read_json(path), str(path))
+    known = sorted({*others, *MODELS})
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    raise ConfigError(
+        f"no model named {shown(name)}{hint}; known: {', '.join(known)}; or give the path of a config.json, or of a "
+        f"configuration of moe-comm train"
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The content of a file that describes a model.
+
+    Raises:
+        ConfigError: it cannot be read, is too long or is no JSON object.
+    """
+    try:
+        return parse_object(read_bounded(path, FILE_BYTES))
+    except OSError as error:
+        raise ConfigError(f"cannot read the model {path}: {error.strerror or error}") from error
+    except ValueError as error:  # malformed, or not UTF-8
+        raise ConfigError(f"{path} is not a valid JSON file: {error}") from error
+
+
+def shape_of_hugging_face(config: Mapping[str, Any], where: str = "config.json") -> ModelShape:
+    """The shape of the model that the content of a ``config.json`` describes.
+
+    A text model inside a larger one (``text_config``) is taken alone; layers for multi-token prediction are left out.
+    ``intermediate_size`` is an expert's width where no other key says it, as in Mixtral.
+
+    Args:
+        where: what messages call it.
+
+    Raises:
+        ConfigError: a key is missing, of the wrong type, or means what is not modelled here; names it.
+    """
+    inner = config.get("text_config")
+    if isinstance(inner, Mapping) and not any(key in config for key in _HIDDEN):
+        config = inner
+    for part in ("attn_config", "ffn_config"):  # DBRX
+        nested = config.get(part)
+        config = {**nested, **config} if isinstance(nested, Mapping) else config
+    read = _Reader(config, where)
+    kind = read.text("model_type")
+    family = _family(read, kind)
+    # LongCat-Flash counts its layers' two attentions as layers in num_hidden_layers.
+    layers, hidden, heads = (
+        read.count(("num_layers", "num_hidden_layers") if family.shortcut else _LAYERS, MOST_LAYERS),
+        read.count(_HIDDEN),
+        read.count(_HEADS),
+    )
+    latent = _latent(read)
+    head_dim = read.optional("head_dim") or (hidden // heads if heads and not latent and hidden % heads == 0 else None)
+    if head_dim is None and latent is None:
+        raise ConfigError(f"{where}: head_dim is missing, and hidden_size ({hidden}) is no multiple of {heads} heads")
+    experts = read.count(_EXPERTS, MOST_EXPERTS) if family.moe else 0
+    dense = _dense_layers(read, layers) if family.moe else layers
+    expert_ffn = read.optional(*_EXPERT_FFN)
+    if experts and expert_ffn is None:
+        if dense:
+            raise ConfigError(f"{where}: {_EXPERT_FFN[0]} is missing, the width of an expert beside dense layers")
+        expert_ffn = read.count(_FFN)
+    window, full_layers = _window(read, layers, family)
+    both = read.flag("attention_bias")
+    shared = _shared_ffn(read, kind, expert_ffn or 0, family) if experts else 0
+    groups, top_groups = _groups(read) if experts else (1, 1)
+    blocks_norms = 1 if family.parallel else 2
+    shape = ModelShape(
+        name=_title(Path(where)) or kind,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads if latent else read.count(_KV_HEADS),
+        head_dim=head_dim or 1,
+        vocab=read.count(_VOCAB),
+        experts=experts,
+        top_k=read.count(_TOP_K) if experts else 0,
+        ffn=expert_ffn or 0,
+        shared_ffn=shared,
+        dense_layers=dense,
+        dense_ffn=read.count(_FFN) if dense or family.shortcut else 0,
+        latent=latent,
+        tie=read.flag("tie_word_embeddings", family.tie),
+        qk_norm=family.qk_norm,
+        qkv_bias=read.flag("qkv_bias", read.flag("use_qkv_bias", family.qkv_bias)) or both,
+        out_bias=read.flag("attention_out_bias", both and family.out_bias),
+        router_bias=family.vectors or family.router_vector,
+        expert_bias=family.vectors,
+        shared_gate=family.shared_gate and shared > 0,
+        window=window,
+        full_layers=full_layers,
+        zero_experts=read.optional("zero_expert_num") or 0,
+        parallel_block=family.parallel,
+        shortcut=family.shortcut,
+        layer_vectors=hidden * (family.norms + blocks_norms * family.norm_bias) + heads * family.sinks,
+        head_vectors=hidden * family.norm_bias + read.count(_VOCAB) * read.flag("lm_head_bias"),
+        groups=groups,
+        top_groups=top_groups,
+    )
+    if shape.params > MOST_PARAMS:
+        raise ConfigError(f"{where}: {shape.params:,} parameters; no model has more than {MOST_PARAMS:,}")
+    return shape
+
+
+def _family(read: _Reader, kind: str) -> Family:
+    """What the model does unsaid. Raises ConfigError for what no ``ModelShape`` can be."""
+    config, where = read.config, read.where
+    strange = next((key for key in NOT_MODELLED if _means_something(config.get(key))), None)
+    if strange is not None:
+        raise ConfigError(f"{where}: {strange} = {shown(config[strange])} is not modelled")
+    if kind in REFUSED:
+        raise ConfigError(f"{where}: model_type {kind}: {REFUSED[kind]} is not modelled")
+    family = FAMILIES.get(kind)
+    if family is None:
+        family = Family(moe=any(config.get(key) for key in (*_EXPERTS, *_TOP_K, *_EXPERT_FFN)))
+        activation = next((config[key] for key in ("hidden_act", "hidden_activation") if config.get(key)), "silu")
+        if activation not in ("silu", "swish"):
+            raise ConfigError(
+                f"{where}: model_type {kind} is not known here, and with the activation {shown(activation)} it is open "
+                f"whether its blocks have two matrices or three"
+            )
+    if family.qk_norm == "none" and read.flag("use_qk_norm"):
+        family = replace(family, qk_norm="full" if kind in ("cohere", "cohere2_moe") else "head")
+    return family
+
+
+def _means_something(value: Any) -> bool:
+    """Whether a setting asks for what it names: it is there, and neither off nor "every 1st"."""
+    return value is True or value not in (None, False, 0, 1)
+
+
+def _title(path: Path) -> str:
+    """What to call the model of a file: config.json goes by its folder."""
+    return path.parent.name if path.stem == "config" else path.stem
+
+
+class _Reader:
+    """Looks settings up, each by the first of its names that the file has."""
+
+    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+        self.config, self.where = config, where
+
+    def optional(self, *names: str, least: int = 0, most: int = MOST) -> int | None:
+        """A whole number; None: no such key, or null."""
+        name = next((name for name in names if self.config.get(name) is not None), None)
+        if name is None:
+            return None
+        value = self.config[name]
+        if isinstance(value, list) and value and value.count(value[0]) == len(value):  # the same for each layer
+            value = value[0]
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            kind = f"a whole number from {least} to {most:,}"
+            raise ConfigError(f"{self.where}: {name} must be {kind}; got {shown(value)}")
+        return value
+
+    def count(self, names: tuple[str, ...], most: int = MOST) -> int:
+        """A whole number of at least 1 that must be there."""
+        value = self.optional(*names, least=1, most=most)
+        if value is None:
+            others = f" (or {', '.join(names[1:])})" if names[1:] else ""
+            raise ConfigError(f"{self.where}: key {names[0]!r} is missing{others}")
+        return value
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """default: no such key, or null."""
+        value = self.config.get(name)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise ConfigError(f"{self.where}: {name} must be true or false; got {shown(value)}")
+        return value
+
+    def text(self, name: str) -> str:
+        value = self.config.get(name, "")
+        if not isinstance(value, str):
+            raise ConfigError(f"{self.where}: {name} must be text; got {shown(value)}")
+        return value or "model"
+
+    def items(self, name: str) -> list[Any] | None:
+        value = self.config.get(name)
+        if value is not None and not isinstance(value, list):
+            raise ConfigError(f"{self.where}: {name} must be a list; got {shown(value)}")
+        return value
+
+
+def _latent(read: _Reader) -> Latent | None:
+    if read.config.get("kv_lora_rank") is None:
+        return None
+    kv_rank, nope, rope, value = (
+        read.count((name,)) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
+    return Latent(read.optional("q_lora_rank", least=1), kv_rank, nope, rope, value)
+
+
+def _groups(read: _Reader) -> tuple[int, int]:
+    """Of group-limited routing, which DeepSeek-V2 has only by one of its methods."""
+    groups, top = read.optional("n_group", least=1), read.optional("topk_group", least=1)
+    if groups is None or top is None or read.text("topk_method") == "greedy":
+        return 1, 1
+    return groups, top
+
+
+def _dense_layers(read: _Reader, layers: int) -> int:
+    """How many layers have no experts, by the first of three ways to say so that the file has."""
+    kinds = read.items("mlp_layer_types")
+    if kinds is not None:
+        if len(kinds) != layers or not all(kind in ("dense", "sparse") for kind in kinds):
+            raise ConfigError(f"{read.where}: mlp_layer_types must be dense or sparse for each of {layers} layers")
+        return kinds.count("dense")
+    first = read.optional(*_FIRST_DENSE)
+    if first is not None:
+        if isinstance(read.config.get("moe_layer_freq"), int) and read.config["moe_layer_freq"] != 1:
+            step = read.count(("moe_layer_freq",))
+            return sum(layer < first or layer % step != 0 for layer in range(layers))
+        last, step = read.config.get("moe_layer_end_index"), read.optional("moe_layer_interval", least=1) or 1
+        last = layers if last in (None, -1) else read.optional("moe_layer_end_index") or 0
+        return sum(layer < first or layer > last or (layer + 1) % step != 0 for layer in range(layers))
+    only, step = read.items("mlp_only_layers") or [], read.optional("decoder_sparse_step", least=1) or 1
+    return sum(layer in only or (layer + 1) % step != 0 for layer in range(layers))
+
+
+def _shared_ffn(read: _Reader, kind: str, ffn: int, family: Family) -> int:
+    """Width of all shared experts of a layer together."""
+    if kind == "qwen2_moe":
+        return read.count(("shared_expert_intermediate_size",))
+    width, number = read.optional(*_SHARED_FFN), read.optional(*_SHARED)
+    if width is None:
+        return ffn * (family.shared if number is None else number)
+    # The width of each one of them, where the file says how many there are, too.
+    return width * (number if kind.startswith("bailing") and number else 1)
+
+
+def _window(read: _Reader, layers: int, family: Family) -> tuple[int | None, int]:
+    """Tokens that a windowed layer sees, and how many layers see all."""
+    kinds = read.items("layer_types")
+    odd = sorted({str(kind) for kind in kinds or ()} - {"sliding_attention", "full_attention"})
+    if kinds is not None and (odd or len(kinds) != layers):
+        raise ConfigError(
+            f"{read.where}: layer_types must be sliding_attention or full_attention for each of {layers} layers; "
+            f"got {len(kinds)}{', with ' + shown(odd[0]) if odd else ''}"
+        )
+    window = read.optional("sliding_window")
+    if not window or not read.flag("use_sliding_window", True):
+        return None, 0
+    if kinds is not None:
+        narrow = kinds.count("sliding_attention")
+    elif "use_sliding_window" in read.config and "max_window_layers" in read.config:  # Qwen: the first ones see all
+        narrow = layers - min(read.optional("max_window_layers") or 0, layers)
+    else:
+        every = read.optional("sliding_window_pattern", "_sliding_window_pattern") or family.full_every
+        narrow = layers - (layers // every if every else 0)
+    return (window, layers - narrow) if narrow else (None, 0)

@@ -1,0 +1,348 @@
+"""What a model consists of: its matrices block by block, and from them parameters and FLOPs by operator.
+
+A model is an embedding, layers and a head. A layer is blocks, each behind its norm:
+
+    dense layer   attention, dense block
+    MoE layer     attention, MoE block               (shortcut: two attentions, two dense blocks, MoE block)
+
+and a block is the matrices that a token is multiplied with. A matrix [K, N] of which a token goes through ``used``
+copies (top-k for experts) costs 2 K N ``used`` FLOPs a token in forward and twice that in backward, which is how MFU
+counts (PaLM, arXiv 2204.02311, appendix B); attention's scores cost a constant for each token attended to. Norms,
+softmax, the sorting of routing and recomputed work do not count.
+
+    shape = ModelShape.of(config)
+    shape.params, shape.active, shape.model_flops(seq_len)   # all parameters, those that one token uses, FLOPs a token
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, Self, get_args
+
+from moe_comm.errors import ConfigError
+from moe_comm.kernels.activations import activation_of
+from moe_comm.layers.config import MLAConfig, QKNorm, TransformerConfig
+from moe_comm.plan.model.matrices import BACKWARD, FAMILY, Block, Weight, summed
+
+Latent = MLAConfig
+"""Widths of multi-head latent attention: q_rank (None: direct queries), kv_rank, nope_dim, rope_dim, v_dim."""
+
+LayerKind = Literal["moe", "dense"]
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder-only transformer with experts, as far as its cost goes.
+
+    kv_heads, head_dim: ignored with ``latent``. experts: 0: none, and all layers are dense.
+    ffn: width of one expert. shared_ffn: of all shared experts of a layer together. dense_ffn: of a dense block.
+    dense_layers: how many layers, the first ones, have a dense block instead of experts.
+    gated: experts have three matrices (SwiGLU), not two. dense_gated: dense blocks have.
+    tie: the head is the embedding.
+    qk_norm, qkv_bias, out_bias, router_bias, expert_bias, shared_gate: small vectors, as in ``moe_comm.layers``.
+    window: a token sees this many tokens, itself included; None: all before it. full_layers: layers without window.
+    zero_experts: zero-computation experts that the router can choose beside the real ones.
+    groups, top_groups: a token's experts are all in the best ``top_groups`` of so many equal groups (DeepSeek-V3).
+    parallel_block: attention and feed-forward read one norm's output. shortcut: LongCat-Flash's layer.
+    layer_vectors: elements of a layer's other vectors: norms behind blocks, norms' biases, attention's sinks.
+    head_vectors: of the final norm's and the head's biases.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    experts: int
+    top_k: int
+    ffn: int
+    shared_ffn: int = 0
+    dense_layers: int = 0
+    dense_ffn: int = 0
+    latent: Latent | None = None
+    gated: bool = True
+    tie: bool = False
+    dense_gated: bool = True
+    qk_norm: QKNorm = "none"
+    qkv_bias: bool = False
+    out_bias: bool = False
+    router_bias: bool = False
+    expert_bias: bool = False
+    shared_gate: bool = False
+    window: int | None = None
+    full_layers: int = 0
+    zero_experts: int = 0
+    parallel_block: bool = False
+    shortcut: bool = False
+    layer_vectors: int = 0
+    head_vectors: int = 0
+    groups: int = 1
+    top_groups: int = 1
+
+    def __post_init__(self) -> None:
+        self._check(min(self.layers, self.hidden, self.heads, self.vocab) >= 1, "layers, hidden, heads, vocab: >= 1")
+        if self.latent is None:
+            self._check(min(self.kv_heads, self.head_dim) >= 1, "kv_heads and head_dim must be at least 1")
+            self._check(not self.heads % max(self.kv_heads, 1), "heads must be a multiple of kv_heads")
+        else:
+            one = self.latent
+            widths = (1 if one.q_rank is None else one.q_rank, one.kv_rank, one.nope_dim, one.rope_dim, one.v_dim)
+            self._check(min(widths) >= 1, "widths of latent attention must be at least 1")
+        self._check(0 <= self.dense_layers <= self.layers, "dense_layers must be among the layers")
+        self._check(0 <= self.full_layers <= self.layers, "full_layers must be among the layers")
+        self._check(self.window is None or self.window >= 1, "window must be at least 1, or None")
+        self._check(min(self.shared_ffn, self.dense_ffn, self.zero_experts) >= 0, "widths cannot be negative")
+        self._check(min(self.layer_vectors, self.head_vectors) >= 0, "vectors cannot be negative")
+        self._check(self.qk_norm in get_args(QKNorm), f"qk_norm must be one of {', '.join(get_args(QKNorm))}")
+        if self.moe_layers:
+            self._check(self.experts >= 1, "without experts, all layers must be dense (dense_layers = layers)")
+            self._check(1 <= self.top_k <= self.experts + self.zero_experts, "top_k must be from 1 to the experts")
+            self._check(self.groups >= 1 and not self.experts % self.groups, "groups must divide the experts")
+            self._check(1 <= self.top_groups <= self.groups, "top_groups must be from 1 to groups")
+            chosen_from = self.top_groups * self.experts // self.groups + self.zero_experts
+            self._check(self.top_k <= chosen_from, "top_groups have fewer experts than top_k")
+            self._check(self.ffn >= 1, "ffn, the width of an expert, must be at least 1")
+        if self.dense_layers or self.shortcut:
+            self._check(self.dense_ffn >= 1, "dense blocks need dense_ffn, their width")
+        self._check(not (self.shortcut and self.parallel_block), "shortcut and parallel_block exclude each other")
+
+    def _check(self, fine: bool, what: str) -> None:
+        if not fine:
+            raise ConfigError(f"model {self.name}: {what}; got {self}")
+
+    @classmethod
+    def of(cls, config: TransformerConfig, name: str = "model") -> Self:
+        """The shape of a model of ``moe_comm.layers``. Dense layers are counted as if they were the first ones."""
+        attention, moe = config.attention, config.moe
+        # Groups of a router also hold zero-computation experts; here they hold real ones.
+        grouped = not moe.num_experts % moe.router.num_groups
+        return cls(
+            name=name,
+            layers=config.layers,
+            hidden=config.hidden,
+            heads=attention.heads,
+            kv_heads=attention.kv_heads,
+            head_dim=attention.head_dim,
+            vocab=config.vocab,
+            experts=moe.num_experts,
+            top_k=moe.router.top_k,
+            ffn=moe.ffn,
+            shared_ffn=moe.shared_ffn,
+            dense_layers=len(set(config.dense_layers)),
+            dense_ffn=config.dense_ffn,
+            latent=attention.mla,
+            gated=activation_of(moe.activation).gated,
+            tie=config.tie,
+            qk_norm=attention.qk_norm,
+            qkv_bias=attention.bias,
+            out_bias=attention.out_bias,
+            router_bias=moe.router.linear_bias,
+            expert_bias=moe.expert_bias,
+            shared_gate=moe.shared_gate,
+            window=attention.window,
+            zero_experts=moe.zero_experts.total,
+            parallel_block=config.parallel_block,
+            shortcut=config.shortcut,
+            groups=moe.router.num_groups if grouped else 1,
+            top_groups=moe.router.top_groups if grouped else 1,
+        )
+
+    # Widths.
+
+    @property
+    def moe_layers(self) -> int:
+        """How many layers have experts."""
+        return self.layers - self.dense_layers
+
+    @property
+    def score_dim(self) -> int:
+        """Width of one head's queries and keys."""
+        return self.head_dim if self.latent is None else self.latent.nope_dim + self.latent.rope_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Width of one head's values."""
+        return self.head_dim if self.latent is None else self.latent.v_dim
+
+    @property
+    def key_heads(self) -> int:
+        """Heads of keys and values that attention's kernel reads; ``heads`` with ``latent``."""
+        return self.kv_heads if self.latent is None else self.heads
+
+    @property
+    def qkv_width(self) -> int:
+        """Elements per token of queries, keys and values together, as attention's kernel reads them."""
+        return (self.heads + self.key_heads) * self.score_dim + self.key_heads * self.value_dim
+
+    @property
+    def chosen(self) -> float:
+        """Real experts per token, on average; ``top_k`` unless there are zero-computation ones."""
+        every = self.experts + self.zero_experts
+        return self.top_k * (self.experts / every) if every else 0
+
+    def kind(self, layer: int) -> LayerKind:
+        """Kind of the layer with this id, from 0."""
+        return "dense" if layer < self.dense_layers else "moe"
+
+    # Blocks.
+
+    @cached_property
+    def embedding_block(self) -> Block:
+        return Block("embedding", (Weight("embedding", "table", self.vocab, self.hidden, product=False),))
+
+    @cached_property
+    def head_block(self) -> Block:
+        """Final norm and output projection."""
+        head = Weight("head", "head", self.hidden, self.vocab, owned=not self.tie)
+        return Block("head", (self._norm, *self._vectors("norms", "vectors", self.head_vectors), head))
+
+    @cached_property
+    def attention_block(self) -> Block:
+        latent, hidden = self.latent, self.hidden
+        queries, out = self.heads * self.score_dim, self.heads * self.value_dim
+        if latent is None:
+            keys = self.kv_heads * self.head_dim
+            inside = [Weight("qkv", "qkv", hidden, queries + 2 * keys)]
+            inside += self._vectors("qkv", "bias", (queries + 2 * keys) * self.qkv_bias)
+            norm = {"none": 0, "head": 2 * self.head_dim, "full": queries + keys}[self.qk_norm]
+            inside += self._vectors("qkv", "norm", norm)
+        else:
+            down, q_rank = latent.kv_rank + latent.rope_dim, latent.q_rank or 0
+            if q_rank:
+                inside = [Weight("qkv", "q_down", hidden, q_rank), Weight("qkv", "q_up", q_rank, queries)]
+            else:
+                inside = [Weight("qkv", "q", hidden, queries)]
+            inside.append(Weight("qkv", "kv_down", hidden, down))
+            inside.append(Weight("qkv", "kv_up", latent.kv_rank, self.heads * (latent.nope_dim + latent.v_dim)))
+            inside += self._vectors("qkv", "norm", latent.kv_rank + q_rank)
+            inside += self._vectors("qkv", "bias", (down + q_rank) * self.qkv_bias)
+        after = [Weight("out", "out", out, hidden), *self._vectors("out", "bias", hidden * self.out_bias)]
+        others = self._vectors("norms", "vectors", self.layer_vectors)
+        return Block("attention", (self._norm, *others, *inside, *after), 2 * (queries + out))
+
+    @cached_property
+    def dense_block(self) -> Block:
+        up = (2 if self.dense_gated else 1) * self.dense_ffn
+        return Block(
+            "dense",
+            (
+                *(() if self.parallel_block else (self._norm,)),
+                Weight("dense", "up", self.hidden, up),
+                Weight("dense", "down", self.dense_ffn, self.hidden),
+            ),
+        )
+
+    @cached_property
+    def moe_block(self) -> Block:
+        """Router, experts and shared experts. "up" of a gated expert is gate and up in one matrix."""
+        hidden, parts = self.hidden, 2 if self.gated else 1
+        routed = self.experts + self.zero_experts
+        weights = [] if self.parallel_block or self.shortcut else [self._norm]
+        weights += [
+            Weight("router", "router", hidden, routed),
+            *self._vectors("router", "bias", routed * self.router_bias),
+        ]
+        weights.append(Weight("experts", "up", hidden, parts * self.ffn, self.experts, self.chosen))
+        weights.append(Weight("experts", "down", self.ffn, hidden, self.experts, self.chosen))
+        if self.expert_bias:
+            width = parts * self.ffn + hidden
+            weights.append(Weight("experts", "bias", 1, width, self.experts, self.chosen, product=False))
+        if self.shared_ffn:
+            weights.append(Weight("shared", "up", hidden, parts * self.shared_ffn))
+            weights.append(Weight("shared", "down", self.shared_ffn, hidden))
+            weights += [Weight("shared", "gate", hidden, 1)] if self.shared_gate else []
+        return Block("moe", tuple(weights))
+
+    def layer_blocks(self, kind: LayerKind) -> tuple[tuple[Block, int], ...]:
+        """The blocks of one layer of a kind, and how many of each it has."""
+        if kind == "dense":
+            return ((self.attention_block, 1), (self.dense_block, 1))
+        if self.shortcut:
+            return ((self.attention_block, 2), (self.dense_block, 2), (self.moe_block, 1))
+        return ((self.attention_block, 1), (self.moe_block, 1))
+
+    def blocks(self, kind: LayerKind | None = None) -> tuple[tuple[Block, int], ...]:
+        """The blocks of one layer of a kind, or (None) of the whole model, and how many of each there are."""
+        if kind is not None:
+            return self.layer_blocks(kind)
+        layers: tuple[tuple[LayerKind, int], ...] = (("dense", self.dense_layers), ("moe", self.moe_layers))
+        inside = ((block, each * count) for kind, count in layers if count for block, each in self.layer_blocks(kind))
+        return ((self.embedding_block, 1), *inside, (self.head_block, 1))
+
+    # Sums.
+
+    def parameters(self, kind: LayerKind | None = None) -> dict[str, int]:
+        """Elements by family (see ``FAMILY``): of one layer of a kind, or (None) of the whole model."""
+        return summed(
+            (FAMILY[operator], times * count)
+            for block, times in self.blocks(kind)
+            for operator, count in block.parameters().items()
+        )
+
+    def active_parameters(self) -> dict[str, float]:
+        """Elements by family that one token uses in the whole model."""
+        return summed(
+            (FAMILY[weight.operator], times * weight.active)
+            for block, times in self.blocks()
+            for weight in block.weights
+            if weight.params
+        )
+
+    @cached_property
+    def params(self) -> int:
+        """Elements of the whole model; layers for multi-token prediction are no part of it."""
+        return sum(times * block.params for block, times in self.blocks())
+
+    @cached_property
+    def active(self) -> int:
+        """Elements that one token uses, embedding and head included."""
+        return round(sum(times * block.active for block, times in self.blocks()))
+
+    def context(self, seq_len: int, causal: bool = True) -> float:
+        """Mean number of tokens that a token attends to, over all layers.
+
+        Args:
+            causal: what a causal mask leaves, (seq_len + 1) / 2 or fewer under a window; False: all ``seq_len``.
+
+        Raises:
+            ConfigError: ``seq_len`` is less than 1.
+        """
+        if seq_len < 1:
+            raise ConfigError(f"sequences have at least 1 token; got {seq_len}")
+        if not causal:
+            return float(seq_len)
+        full, window = (seq_len + 1) / 2, self.window
+        if window is None or window >= seq_len:
+            return full
+        # The first ``window`` tokens see 1, 2, .. window; all later ones see ``window``.
+        narrow = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
+        return narrow if not self.full_layers else narrow + (full - narrow) * self.full_layers / self.layers
+
+    def flops_per_token(self, seq_len: int, causal: bool = True, kind: LayerKind | None = None) -> dict[str, float]:
+        """Forward FLOPs per token by operator ("qkv", "scores", "out", "router", "experts", "shared", "dense", "head";
+        those that there are): of one layer of a kind, or (None) of the whole model.
+
+        Raises:
+            ConfigError: ``seq_len`` is less than 1.
+        """
+        context = self.context(seq_len, causal)
+        return summed(
+            (operator, times * count)
+            for block, times in self.blocks(kind)
+            for operator, count in block.flops(context).items()
+        )
+
+    def model_flops(self, seq_len: int, causal: bool = True) -> float:
+        """FLOPs per token in training, forward and backward, that MFU counts: three times forward; no recomputing."""
+        return (1 + BACKWARD) * sum(self.flops_per_token(seq_len, causal).values())
+
+    @property
+    def _norm(self) -> Weight:
+        return Weight("norms", "norm", 1, self.hidden, product=False)
+
+    @staticmethod
+    def _vectors(operator: str, name: str, width: int) -> list[Weight]:
+        return [Weight(operator, name, 1, width, product=False)] if width else []

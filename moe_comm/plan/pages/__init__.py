@@ -1,0 +1,1 @@
+"""A plan as an HTML page and as a trace."""

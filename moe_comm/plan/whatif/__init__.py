@@ -1,0 +1,1 @@
+"""What stragglers cost a run that was traced."""

@@ -1,0 +1,319 @@
+"""Traces in the format that the study of stragglers published with its analysis (arXiv 2505.05713), read strictly.
+
+A Parquet file with a row for each operation of each worker in some sampled steps:
+
+    dp_rank, stage, rank    the worker: its place in data and pipeline parallelism, and its number
+    step, optype            of the operation; ``OPERATIONS`` are the types
+    start_ts, duration      seconds
+    seq_id                  which of the worker's operations of this type in the step, in order of their beginning
+    mc, gmc, mb_id          model chunk of the worker, of the whole model, and micro-batch; -1 for none
+
+What waits for what is as the paper's section 3 says:
+
+    params-all-gather ─▶ forward-recv ─▶ forward-compute ─▶ forward-send            one stream for what computes, one
+    backward-recv ─▶ backward-compute ─▶ backward-send                              for each of sends and receives
+    last backward ─▶ gc ─▶ layernorm grads ─▶ embedding grads ─▶ grads-reduce-scatter ─▶ clip ─▶ optimizer
+
+A send and its receive meet, and so do a stage's data-parallel ranks, the embedding's two stages, and all in clipping.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moe_comm.errors import ConfigError, CorruptFile, MissingDependency
+from moe_comm.plan.arrays import Ints
+from moe_comm.plan.whatif.trace_table import MOST_OPERATIONS, TraceGraph, TraceTable
+
+FORWARD, BACKWARD = "forward-compute", "backward-compute"
+GATHER, SCATTER, SEPARATE = "params-all-gather", "grads-reduce-scatter", "separate-grads-all-reduce"
+COLLECT, NORMS, EMBEDDING = "gc", "layernorm-grads-all-reduce", "embedding-grads-all-reduce"
+CLIP, UPDATE = "optimizer-clip-main-grad", "optimizer"
+TRANSFERS = ("forward-send", "forward-recv", "backward-send", "backward-recv")
+COMPUTE = (FORWARD, BACKWARD, COLLECT, UPDATE)
+OPERATIONS = (*COMPUTE, *TRANSFERS, GATHER, SCATTER, SEPARATE, NORMS, EMBEDDING, CLIP)
+
+# Streams of a worker, and the order of what comes after the last backward pass in its stream.
+_STREAMS = {FORWARD: 0, BACKWARD: 0, **{name: 1 + at for at, name in enumerate(TRANSFERS)}, GATHER: 5, SCATTER: 5}
+_TAIL = (COLLECT, NORMS, EMBEDDING, SEPARATE, CLIP, UPDATE)
+_TAIL_STREAM = 6
+_PER_WORKER = 7
+_SAME_S = 5e-5
+"""Clocks of workers differ by less."""
+_COLUMNS = ("dp_rank", "stage", "rank", "step", "start_ts", "duration", "seq_id", "mc", "gmc", "mb_id")
+_INTS = tuple(name for name in _COLUMNS if name not in ("start_ts", "duration"))
+MOST_WORKERS = 1 << 20
+
+
+@dataclass(frozen=True)
+class StragglerTrace:
+    """table: as read, with places "dp" and "pp". sequence_N, model_chunk_N: ``seq_id`` and ``gmc``."""
+
+    table: TraceTable
+    sequence_N: Ints
+    model_chunk_N: Ints
+
+
+def read_straggler_trace(path: Path) -> StragglerTrace:
+    """Memory: about 130 bytes for each of the file's rows, of which there may be ``MOST_OPERATIONS``.
+
+    Raises:
+        ConfigError: it is not there or no Parquet file. CorruptFile: a column is missing or of another type, a value is
+            out of range, a type of operation is unknown, or a worker has no operations in one of the steps.
+        MissingDependency: no pyarrow.
+    """
+    columns, types = _read(path)
+    names, name_N = np.unique(types, return_inverse=True)
+    if unknown := sorted(set(names.tolist()) - set(OPERATIONS)):
+        raise CorruptFile(f"{path}: unknown operations {', '.join(unknown)[:200]}; known are {', '.join(OPERATIONS)}")
+    begin_N, seconds_N = columns["start_ts"], columns["duration"]
+    with np.errstate(over="ignore", invalid="ignore"):
+        finite = np.isfinite(begin_N + seconds_N).all()
+    if not (finite and (seconds_N >= 0).all()):
+        raise CorruptFile(f"{path}: start_ts and duration must be finite, duration not negative")
+    for name in ("dp_rank", "stage", "rank", "seq_id"):
+        low, high = columns[name].min(), columns[name].max()
+        if low < 0 or high >= MOST_WORKERS:
+            raise CorruptFile(f"{path}: {name} must be from 0 to below {MOST_WORKERS}; it is from {low} to {high}")
+    table = TraceTable(
+        tuple(names.tolist()),
+        name_N,
+        columns["step"],
+        columns["mb_id"],
+        columns["mc"],
+        columns["rank"],
+        begin_N,
+        begin_N + seconds_N,
+        ~np.isin(types, COMPUTE),
+        np.zeros(len(name_N), dtype=np.int64),
+        {"dp": columns["dp_rank"], "pp": columns["stage"]},
+    )
+    _check_workers(table, path)
+    return StragglerTrace(table, columns["seq_id"], columns["gmc"])
+
+
+def _read(path: Path) -> tuple[dict[str, Any], Any]:
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise MissingDependency(f"{path} needs pyarrow; install with: pip install 'moe_comm[data]'") from error
+    if not path.is_file():
+        raise ConfigError(f"{path} is not a file; expected a Parquet file of operations")
+    try:
+        file = parquet.ParquetFile(path)
+    except Exception as error:  # pyarrow raises its own kinds, none of them public for every fault
+        raise ConfigError(f"{path} is not a Parquet file that can be read: {error}") from error
+    with file:
+        rows = file.metadata.num_rows
+        if not 0 < rows <= MOST_OPERATIONS:
+            raise CorruptFile(f"{path} has {rows} operations; expected 1 to {MOST_OPERATIONS}")
+        if missing := [name for name in (*_COLUMNS, "optype") if name not in file.schema_arrow.names]:
+            raise CorruptFile(f"{path} lacks the columns {', '.join(missing)}")
+        try:
+            found = file.read(columns=[*_COLUMNS, "optype"])
+            columns = {name: found[name].to_numpy() for name in _COLUMNS}
+            types = np.asarray(found["optype"].cast("string").to_numpy(zero_copy_only=False), dtype=object)
+        except Exception as error:
+            raise CorruptFile(f"{path}: its columns cannot be read: {error}") from error
+    if any(not isinstance(name, str) for name in set(types.tolist())):
+        raise CorruptFile(f"{path}: optype must be text")
+    for name, values in columns.items():
+        kinds = "iu" if name in _INTS else "f"
+        if values.dtype.kind not in kinds:
+            raise CorruptFile(f"{path}: {name} must hold {'integers' if kinds == 'iu' else 'floating-point numbers'}")
+        columns[name] = values.astype(np.int64 if name in _INTS else np.float64)
+    return columns, types.astype(str)
+
+
+def _check_workers(table: TraceTable, path: Path) -> None:
+    dp_N, pp_N = table.places["dp"], table.places["pp"]
+    workers = (int(dp_N.max()) + 1) * (int(pp_N.max()) + 1)
+    _, step_N = np.unique(table.step_N, return_inverse=True)
+    seen = len(np.unique((step_N * (dp_N.max() + 1) + dp_N) * (pp_N.max() + 1) + pp_N))
+    if seen != workers * len(table.steps):
+        raise CorruptFile(
+            f"{path} has {seen} pairs of worker and step; expected {workers} workers (data-parallel times pipeline "
+            f"ranks) in each of {len(table.steps)} steps"
+        )
+
+
+def straggler_graph(trace: StragglerTrace) -> TraceGraph:
+    """What waits for what.
+
+    Raises:
+        CorruptFile: sends and receives do not pair up, or a group's ranks have different operations.
+    """
+    order = _in_streams(trace)
+    table = trace.table.take(order)
+    sequence_N, model_chunk_N = trace.sequence_N[order], trace.model_chunk_N[order]
+    worker_N = _workers(table)
+    stream_N = worker_N * _PER_WORKER + _streams(table)
+    graph = _Builder(table, sequence_N, model_chunk_N)
+    first = np.flatnonzero(np.diff(worker_N, prepend=-1))
+    for begin, end in zip(first, np.append(first[1:], len(table)), strict=True):
+        graph.add_worker(int(begin), int(end))
+    return TraceGraph.make(
+        table,
+        stream_N,
+        graph.meetings(),
+        np.array(graph.before, dtype=np.int64),
+        np.array(graph.after, dtype=np.int64),
+        table.name_N,
+    )
+
+
+def _workers(table: TraceTable) -> Ints:
+    """[N] the number of each operation's step and worker."""
+    dp, pp = (int(table.places[name].max()) + 1 for name in ("dp", "pp"))
+    _, step_N = np.unique(table.step_N, return_inverse=True)
+    return np.asarray((step_N * dp + table.places["dp"]) * pp + table.places["pp"], dtype=np.int64)
+
+
+def _streams(table: TraceTable) -> Ints:
+    of_name = np.array([_STREAMS.get(name, _TAIL_STREAM) for name in table.names])
+    return np.asarray(of_name[table.name_N])
+
+
+def _in_streams(trace: StragglerTrace) -> Ints:
+    """Places in order of step, worker and stream, and in each stream as the operations follow each other."""
+    table = trace.table
+    tail = np.array([_TAIL.index(name) if name in _TAIL else -1 for name in table.names])[table.name_N]
+    return np.lexsort(
+        (table.name_N, trace.sequence_N, np.where(tail < 0, table.begin_N, 0.0), tail, _streams(table), _workers(table))
+    )
+
+
+class _Builder:
+    """Collects edges and meetings, worker after worker of each step."""
+
+    def __init__(self, table: TraceTable, sequence_N: Ints, model_chunk_N: Ints) -> None:
+        self.before: list[int] = []
+        self.after: list[int] = []
+        self._table = table
+        self._sequence_N, self._model_chunk_N = sequence_N, model_chunk_N
+        self._pp = int(table.places["pp"].max()) + 1
+        self._dp = int(table.places["dp"].max()) + 1
+        chunks = int(table.chunk_N.max()) + 1
+        self._last_chunk = max(self._pp * chunks - 1, 0)
+        self._overlapped = SEPARATE in table.names
+        self._met: dict[tuple[object, ...], list[int]] = defaultdict(list)
+
+    def add_worker(self, begin: int, end: int) -> None:
+        """Of the operations in places from ``begin`` to before ``end``, all of one worker in one step."""
+        table = self._table
+        names = [table.names[at] for at in table.name_N[begin:end]]
+        by_name: dict[str, list[int]] = defaultdict(list)
+        for place, name in enumerate(names, begin):
+            by_name[name].append(place)
+        compute = sorted(by_name[FORWARD] + by_name[BACKWARD])
+        step, dp, pp = (int(of[begin]) for of in (table.step_N, table.places["dp"], table.places["pp"]))
+        for way, passes in (("forward", by_name[FORWARD]), ("backward", by_name[BACKWARD])):
+            for verb in ("send", "recv"):
+                self._transfers(way, verb, by_name[f"{way}-{verb}"], passes, (step, dp, pp))
+        self._prefetch(by_name, compute)
+        self._gathers(by_name)
+        self._tail(by_name, compute)
+        for name in (GATHER, SCATTER, SEPARATE):
+            for number, place in enumerate(by_name[name]):
+                self._met[step, name, pp, number].append(place)
+        for place in by_name[EMBEDDING]:
+            self._met[step, EMBEDDING, dp].append(place)
+        for place in by_name[CLIP]:
+            self._met[step, CLIP].append(place)
+
+    def meetings(self) -> Ints:
+        """[N], -1 for none.
+
+        Raises:
+            CorruptFile: a meeting lacks some of those that should be in it.
+        """
+        meeting_N = np.full(len(self._table), -1)
+        expected = {GATHER: self._dp, SCATTER: self._dp, SEPARATE: self._dp, CLIP: self._dp * self._pp, EMBEDDING: 2}
+        expected[EMBEDDING] = min(self._pp, 2)
+        for number, (key, places) in enumerate(self._met.items()):
+            wanted = expected.get(str(key[1]), 2)
+            if len(places) != wanted:
+                raise CorruptFile(
+                    f"step {key[0]}: {wanted} operations should meet in {key[1]}, {key[2:]}; the trace has "
+                    f"{len(places)} of them"
+                )
+            meeting_N[places] = number
+        return meeting_N
+
+    def _edge(self, before: int, after: int) -> None:
+        self.before.append(before)
+        self.after.append(after)
+
+    def _transfers(self, way: str, verb: str, places: list[int], passes: list[int], at: tuple[int, int, int]) -> None:
+        """Receives come before their passes, sends after them; both meet their other ends."""
+        table, (step, dp, pp) = self._table, at
+        # The profiler also records some that were never launched: receives after the last pass, sends before the first.
+        if passes and verb == "recv":
+            latest = table.begin_N[passes].max() + _SAME_S
+            real = [place for place in places if table.begin_N[place] <= latest]
+        else:
+            earliest = table.end_N[passes].min() - _SAME_S if passes else 0.0
+            real = [place for place in places if passes and table.end_N[place] >= earliest]
+        skipped = len(passes) - len(real)
+        if real and skipped not in (0, 1):
+            raise CorruptFile(
+                f"step {step}, data-parallel rank {dp}, stage {pp}: {len(real)} {way}-{verb} for {len(passes)} passes"
+            )
+        first = skipped if verb == "recv" else 0
+        step_on = 1 if (way == "forward") == (verb == "send") else -1
+        number = 0
+        for place, which in zip(real, range(first, len(passes)), strict=False):
+            if verb == "send":
+                self._edge(passes[which], place)
+            else:
+                self._edge(place, passes[which])
+                if which:
+                    self._edge(passes[which - 1], place)
+            other = int(self._model_chunk_N[passes[which]]) + step_on
+            if 0 <= other <= self._last_chunk:  # else there is nobody to send to: recorded, not done
+                sender = pp if verb == "send" else (pp + step_on) % self._pp
+                self._met[step, way, dp, sender, number].append(place)
+                number += 1
+
+    def _prefetch(self, by_name: dict[str, list[int]], compute: list[int]) -> None:
+        """The first gradients are asked for while the forward pass before the first backward pass runs."""
+        if by_name[BACKWARD] and by_name["backward-recv"]:
+            place = compute.index(by_name[BACKWARD][0])
+            if place >= 2:
+                self._edge(compute[place - 2], by_name["backward-recv"][0])
+
+    def _gathers(self, by_name: dict[str, list[int]]) -> None:
+        chunk_N = self._table.chunk_N
+        for chunk, gather in {int(chunk_N[place]): place for place in by_name[GATHER]}.items():
+            use = next((place for place in by_name[FORWARD] if chunk in (int(chunk_N[place]), -1)), None)
+            if use is not None:
+                self._edge(gather, use)
+
+    def _tail(self, by_name: dict[str, list[int]], compute: list[int]) -> None:
+        """What follows the last pass; its stream orders the rest."""
+        chain = [by_name[name][0] for name in _TAIL if by_name[name]]
+        scatters = by_name[SCATTER]
+        if compute and chain:
+            self._edge(compute[-1], chain[0])
+        if not scatters:
+            return
+        if self._overlapped:
+            chunk_N = self._table.chunk_N
+            for chunk, place in {int(chunk_N[at]): at for at in reversed(scatters)}.items():
+                passes = [at for at in by_name[BACKWARD] if chunk in (int(chunk_N[at]), -1)]
+                if passes:
+                    self._edge(passes[-1], place)
+            if by_name[NORMS]:
+                self._edge(scatters[-1], by_name[NORMS][0])
+            return
+        early = [by_name[name][0] for name in (COLLECT, NORMS, EMBEDDING) if by_name[name]]
+        if early or compute:
+            self._edge(early[-1] if early else compute[-1], scatters[0])
+        late = [by_name[name][0] for name in (CLIP, UPDATE) if by_name[name]]
+        if late:
+            self._edge(scatters[-1], late[0])

@@ -1,0 +1,221 @@
+"""Calibration: numbers that are known come back from what they would measure, and a real one makes a description."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_comm.bench.calibrate import ranks as calibrate_ranks
+from moe_comm.bench.calibrate import steps as calibrate_steps
+from moe_comm.bench.calibrate.fit import accelerator_of, between_of, inside_of, nearest, pass_seconds
+from moe_comm.bench.calibrate.machine import calibrate
+from moe_comm.bench.calibrate.ranks import (
+    BATCHES,
+    EXPERT_ROWS,
+    HEAD_DIM,
+    HEADS,
+    MODELS,
+    PRODUCTS,
+    SEQUENCES,
+    UPDATED,
+    WIDTH,
+    Found,
+    Moving,
+    Passed,
+    measure,
+)
+from moe_comm.bench.calibrate.steps import Stepped, imbalance, measure_steps, runs, step_seconds, within_steps
+from moe_comm.errors import ConfigError
+from moe_comm.plan.machine.collectives import Link
+from moe_comm.plan.machine.hardware import Accelerator, Cluster, Tile
+from moe_comm.plan.machine.hardware_file import load, save
+from tests.pool import RankPool
+
+CORE = Accelerator(
+    "this-machine",
+    flops={"fp32": 60e9},
+    efficiency={"fp32": 1.0},
+    memory_bytes=4 << 30,
+    memory_bytes_per_s=20e9,
+    units=1,
+    tiles=(Tile(8, 8),),
+    fill_k=8,
+    memory_reach=1.0,
+    launch_s=8e-5,
+    attention_forward=0.4,
+    attention_backward=0.3,
+    accumulate=6.0,
+    grouped=0.8,
+)
+MEMORY, CABLE = Link("shared memory", 1.5e9, 5e-5, 1.0), Link("cable", 0.12e9, 3e-4, 1.0)
+HOST = Cluster(CORE, 4, 4, MEMORY, MEMORY, start_s=1e-4)
+
+
+def measured_by(core: Accelerator) -> Found:
+    """What a rank that is just as ``core`` says would measure."""
+    bare = replace(core, launch_s=1e-12)
+    products = tuple((m, k, n, bare.gemm_seconds(m, n, k, "fp32")) for m, k, n in PRODUCTS)
+    attention = []
+    for length in SEQUENCES:
+        flops = 4 * HEADS * HEAD_DIM * length * (length + 1) / 2
+        there, back = (bare.attention_seconds(part * flops, "fp32", part > 1) for part in (1.0, 2.5))
+        attention.append((length, there, back))
+    passes = [Passed(model, sequences, length, 0.0) for model in range(len(MODELS)) for sequences, length in BATCHES]
+    rows = sum(EXPERT_ROWS)
+    dense = 2 * 3 * rows * WIDTH * 3 * WIDTH / core.flops["fp32"]
+    return Found(
+        cores=2,
+        products={"fp32": products},
+        attention=tuple(attention),
+        experts=dense / core.grouped + core.memory_seconds(8 * rows * WIDTH * 4),
+        update=28 * UPDATED / core.memory_bytes_per_s,
+        memory_bytes=core.memory_bytes,
+        passes=tuple(replace(one, seconds=pass_seconds(core, one)) for one in passes),
+    )
+
+
+def test_the_nearest_numbers_are_found_whatever_their_size() -> None:
+    true = (3e-6, 2.5, 7e9)
+
+    def errors(*given: float) -> Sequence[float]:
+        a, b, c = (math.log(got / want) for got, want in zip(given, true, strict=True))
+        return (a + b, b - c, a, c)
+
+    assert nearest(errors, (1e-3, 1.0, 1e6)) == pytest.approx(true, rel=1e-2)
+
+
+def test_an_accelerator_comes_back_from_what_it_would_measure() -> None:
+    got = accelerator_of([measured_by(CORE)] * 2, share=1.0)
+    assert got.flops["fp32"] == pytest.approx(CORE.flops["fp32"], rel=0.05)
+    assert (got.memory_bytes, got.memory_bytes_per_s) == (CORE.memory_bytes, pytest.approx(20e9))
+    assert got.attention_forward == pytest.approx(0.4, rel=0.05)
+    assert got.attention_backward == pytest.approx(0.3, rel=0.05)
+    assert got.grouped == pytest.approx(0.8, rel=0.1)
+    for one in measured_by(CORE).passes:
+        assert pass_seconds(got, one) == pytest.approx(one.seconds, rel=0.05)
+
+
+def test_ranks_that_share_a_core_have_their_part_of_it() -> None:
+    whole, part = (accelerator_of([measured_by(CORE)], share) for share in (1.0, 4.0))
+    assert part.shared == 4.0 and whole.shared == 1.0
+    assert part.flops["fp32"] == pytest.approx(whole.flops["fp32"] / 4)
+    one = Passed(0, 2, 256, 1.0)
+    assert pass_seconds(part, one) == pytest.approx(4 * pass_seconds(whole, one), rel=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_links_come_back_from_what_they_would_measure(ranks: int) -> None:
+    true = replace(HOST, gpus=4)
+
+    def moves(cluster: Cluster, count: int) -> list[Moving]:
+        kinds: dict[Any, Callable[..., float]] = {
+            "all_gather": cluster.all_gather_s,
+            "all_reduce": cluster.all_reduce_s,
+        }
+        sizes = (1 << 14, 1 << 18, 1 << 22)
+        return [Moving(kind, count, size, do(size, range(count))) for kind, do in kinds.items() for size in sizes]
+
+    start = replace(true, inside=Link("x", 1e9, 1e-5, 1.0), start_s=1e-5)
+    got = inside_of(start, moves(true, ranks))
+    for one in moves(true, ranks):
+        assert getattr(got, f"{one.kind}_s")(one.num_bytes, range(ranks)) == pytest.approx(one.seconds, rel=0.05)
+    apart = replace(true, host_size=1, between=CABLE)
+    cable = between_of(true, moves(apart, 2), "cable")
+    assert cable.rate == pytest.approx(CABLE.rate, rel=0.05) and cable.name == "cable"
+
+
+@pytest.mark.parametrize(("share", "start"), [(0.6, 1e-3), (1.0, 2e-4), (0.9, 1e-4)])
+def test_what_rates_and_meetings_are_within_steps_comes_back_from_steps(share: float, start: float) -> None:
+    true = replace(HOST, accelerator=replace(CORE, sustained=share), start_s=start)
+    steps = [Stepped(model, mapping, 0.0, 1.2) for model, mapping in runs(4)]
+    assert {mapping for _, mapping in runs(4)} == {"dp=4,ep=1", "dp=4,ep=4", "tp=2,dp=2,ep=4"}
+    found = within_steps(HOST, [replace(one, seconds=step_seconds(true, one)) for one in steps])
+    assert found.accelerator.sustained == pytest.approx(share, rel=0.02)
+    assert found.start_s == pytest.approx(start, rel=0.05)
+    quicker = within_steps(HOST, [replace(one, seconds=step_seconds(true, one) / 2) for one in steps])
+    assert quicker.accelerator.sustained <= 1.0 and quicker.start_s >= HOST.start_s, "not better than by themselves"
+
+
+def test_imbalance_is_what_the_busiest_rank_has_over_the_mean() -> None:
+    assert imbalance([[1, 1, 1, 1]], 2) == 1.0
+    assert imbalance([[3, 3, 1, 1]], 2) == pytest.approx(1.5)
+    assert imbalance([[3, 3, 1, 1], [1, 3, 3, 1]], 2) == pytest.approx((1.5 + 1.0) / 2)
+    assert imbalance([[4, 0, 0, 0]], 4) == 4.0
+    assert imbalance([[3, 1]], 1) == 1.0
+    assert imbalance([], 2) == 1.0
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little of everything."""
+    _shorten(monkeypatch.setattr)
+
+
+def _shorten(put: Callable[[Any, str, Any], None]) -> None:
+    tiny = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 2, "experts": 2, "top_k": 1, "ffn": 32, "vocab": 64}
+    values: dict[str, Any] = {"BUDGET_S": 0.0, "WINDOWS": 1, "PRODUCTS": ((32, 32, 32),), "EMULATED": ((32, 32, 32),)}
+    values |= {"SEQUENCES": (16,), "UPDATED": 1 << 12, "SUMMED": (1 << 10,), "MODELS": (tiny,), "BATCHES": ((1, 16),)}
+    values |= {"ROWS": (16,), "EXPERT_ROWS": (5, 11)}
+    for name, value in values.items():
+        put(calibrate_ranks, name, value)
+    for name, value in {"MODELS": (tiny,), "LENGTH": 16, "STEPS": 1}.items():
+        put(calibrate_steps, name, value)
+
+
+def test_a_calibration_of_one_rank_is_a_description_that_can_be_read_again(short: None, tmp_path: Path) -> None:
+    told: list[str] = []
+    found = calibrate(1, say=told.append)
+    assert (found.gpus, found.accelerator.name, found.accelerator.shared) == (1, "this-machine", 1.0)
+    assert set(found.accelerator.flops) == {"fp32", "bf16"}
+    assert told and "1 rank" in told[0]
+    save(found, tmp_path / "this.json")
+    assert load(tmp_path / "this.json") == found
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as made:
+        yield made
+
+
+def _move(rank: int, world: int, arg: None) -> tuple[Moving, ...]:
+    _shorten(setattr)
+    return measure(("moves",)).moves
+
+
+def test_ranks_measure_every_kind_of_transfer(pool: RankPool) -> None:
+    for moves in pool.run(_move, None, timeout=60):
+        assert {one.kind for one in moves} == {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"}
+        assert all(one.seconds > 0 and one.num_bytes > 0 and one.ranks == 2 for one in moves)
+
+
+def _step(rank: int, world: int, arg: None) -> list[Stepped]:
+    _shorten(setattr)
+    return measure_steps()
+
+
+def test_ranks_time_the_same_training_steps(pool: RankPool) -> None:
+    first, second = pool.run(_step, None, timeout=60)
+    assert first == second and [one.mapping for one in first] == ["dp=2,ep=1", "dp=2,ep=2", "tp=2,dp=1,ep=2"]
+    assert all(one.seconds > 0 and one.imbalance >= 1 for one in first)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "given", "said"),
+    [
+        (0, {}, "cannot be spread"),
+        (3, {"hosts": 2, "on_hosts": lambda function, args: []}, "multiple of the hosts"),
+        (4, {"hosts": 2}, "measured on several"),
+        (2, {"host": HOST}, "has 4 ranks, not 2"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused_before_anything_is_measured(
+    ranks: int, given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        calibrate(ranks, **given)

@@ -1,0 +1,364 @@
+"""Memory on paper: what the trainer's own dry run says where both know, what real ranks hold where it does not, and
+what published runs could and could not hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining._backward import stage_backward_input
+
+from moe_comm.errors import ConfigError
+from moe_comm.layers.config import AttentionConfig, Recompute, TransformerConfig
+from moe_comm.layers.initialize import initialize
+from moe_comm.layers.interleave import StageInput
+from moe_comm.layers.moe import MoELayer
+from moe_comm.layers.moe_config import MoEConfig
+from moe_comm.layers.recompute import activation_bytes
+from moe_comm.layers.router import RouterConfig
+from moe_comm.layers.transformer import ModelPlan, Transformer
+from moe_comm.plan.machine.hardware_table import H100
+from moe_comm.plan.model.activations import Activations
+from moe_comm.plan.model.files import model_named
+from moe_comm.plan.model.fixed_memory import Parts
+from moe_comm.plan.model.load import Load
+from moe_comm.plan.model.mapping import Mapping
+from moe_comm.plan.model.memory import Policy, RankMemory, _Buffers, memory, worst
+from moe_comm.plan.model.routing import hosts_reached
+from moe_comm.plan.model.shape import ModelShape
+from moe_comm.plan.model.split_memory import gradients_between
+from moe_comm.plan.pipeline.in_flight import moments
+from moe_comm.plan.search.fit import Change, Fit, changes_that_fit, fits
+from moe_comm.plan.step.schedules import pass_order, peak_held
+from moe_comm.train.config import load
+from moe_comm.train.dry_run import DryRun, examine
+from tests.pool import RankPool
+
+GIB = 1 << 30
+DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
+SEQ = Load(4096)
+EVEN = ModelShape("even", 24, 256, 8, 4, 32, 512, 8, 2, 128)
+
+
+def both(name: str | None, *settings: str) -> tuple[DryRun, tuple[RankMemory, ...]]:
+    """What the dry run of a configuration finds, and what is found for the same mapping here."""
+    config = load(name, settings)
+    run, data, optimizer = examine(config), config.data, config.optimizer
+    mapping = Mapping(
+        run.mapping,
+        run.plan.virtual,
+        data.batch // data.micro_batches // run.mapping.dp,
+        config.parallel.sharding,
+        config.model.recompute,
+        pipeline=config.parallel.schedule if run.mapping.pp > 1 else None,
+    )
+    policy = Policy(optimizer.kind, optimizer.momentum_of_kind > 0)
+    shape = ModelShape.of(run.architecture)
+    return run, memory(shape, mapping, Load(data.seq_len, DTYPES[config.model.dtype]), data.batch, policy)
+
+
+MIXTRAL = ("mixtral-8x7b", "model.layers=6")
+QWEN = ("qwen3-30b-a3b", "model.layers=5")
+DEEPSEEK = ("deepseek-v3", "model.layers=12", "parallel.ranks=64", "parallel.pp=4", "parallel.dp=16", "parallel.ep=8")
+INTERLEAVED = ("parallel.schedule=interleaved_1f1b", "model.recompute=selective", "parallel.virtual=3")
+SMALL = ("data.seq_len=32", "data.batch=16", "data.micro_batches=4", "model.hidden=64", "model.layers=4")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("mixtral-8x7b",),
+        ("qwen3-30b-a3b",),
+        (None,),
+        (*MIXTRAL, "model.recompute=none", "parallel.sharding=replicate"),
+        (*MIXTRAL, "model.recompute=full", "parallel.sharding=fsdp", "parallel.schedule=gpipe"),
+        (*QWEN, "data.micro_batches=1", "data.batch=32"),
+        (*QWEN, "parallel.tp=2", "parallel.cp=2", "parallel.dp=8", "parallel.ep=4", "parallel.sharding=zero1"),
+        (*QWEN, "parallel.tp=4", "parallel.dp=8", "parallel.ep=16", "optimizer.kind=muon", "model.tie=true"),
+        (*DEEPSEEK, "data.batch=512", "data.micro_batches=16"),
+        (*DEEPSEEK, "data.batch=256", "data.micro_batches=8", "parallel.schedule=zero_bubble", "model.recompute=none"),
+        (*DEEPSEEK, *INTERLEAVED, "data.batch=128", "data.micro_batches=8", "parallel.tp=2", "parallel.dp=8"),
+        (None, *SMALL, "parallel.ranks=4", "parallel.pp=2", "parallel.dp=2", "parallel.schedule=zbv", "model.tie=true"),
+        (None, *SMALL, "optimizer.kind=sgd", "parallel.ranks=4", "parallel.dp=4", "parallel.ep=2"),
+    ],
+    ids=lambda settings: " ".join(str(one).split(".")[-1] for one in settings),
+)
+def test_it_agrees_with_the_dry_run(settings: tuple[str | None, ...]) -> None:
+    name, *others = settings
+    run, found = both(name, *(other for other in others if other))
+    assert len(found) == len(run.positions)
+    for position, here in zip(run.positions, found, strict=True):
+        there = position.fullest
+        for term in ("weights", "gradients", "optimizer", "at_update"):
+            assert getattr(here, term) == pytest.approx(getattr(there.fixed, term), rel=0.01), term
+        assert here.parameters == pytest.approx(there.fixed.params, rel=0.01)
+        assert here.activations == pytest.approx(there.activations, rel=0.05)
+        fixed = here.weights + here.gradients + here.optimizer
+        assert here.total == fixed + max(here.activations + here.buffers, here.at_update)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual"),
+    [
+        ("gpipe", 1),
+        ("1f1b", 1),
+        ("interleaved_1f1b", 2),
+        ("interleaved_1f1b", 3),
+        ("zero_bubble", 1),
+        ("zbv", 2),
+        ("dualpipev", 2),
+    ],
+)
+def test_what_is_in_flight_is_what_the_order_of_passes_holds(schedule: str, virtual: int) -> None:
+    mapping = Mapping.parse(f"pp=4,vpp={virtual}", 4, pipeline=schedule)
+    order = pass_order(schedule, 4, 8, virtual)
+    held = kept_of_a_layer() * 24 / order.stages
+    between = gradients_between(EVEN, mapping, SEQ, 4096, 2)[1] * 24 / order.stages * np.ones(order.stages)
+    between[0] = 0  # nothing of the first stage's backward has run
+    peak = peak_held(order, np.full(order.stages, held), held + between)
+    found = memory(EVEN, mapping, SEQ, 8)
+    plain = _Buffers.of(EVEN, mapping, SEQ, 2, None)
+    for rank in range(4):
+        if rank != order.stage_rank()[-1]:
+            buffers = plain.at(Parts(0, 24 // 4, int(rank == 0), 0), virtual)
+            assert found[rank].activations + found[rank].buffers - buffers == pytest.approx(peak[rank], rel=1e-6)
+
+
+def kept_of_a_layer() -> float:
+    """By what more micro-batches in flight keep more."""
+    several = memory(EVEN, Mapping.parse("pp=4", 4), SEQ, 8)
+    return (several[1].activations - several[2].activations) / 6
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("shared", [0, 48])
+def test_what_a_split_backward_keeps_is_what_torch_keeps(recompute: Recompute, shared: int) -> None:
+    """Of a dense and an MoE layer: gradients that the input's half leaves for the one of weights."""
+    shape = ModelShape("halves", 2, 64, 4, 2, 16, 64, 8, 2, 96, shared_ffn=shared, dense_layers=1, dense_ffn=160)
+    attention, moe = AttentionConfig(64, 4, 2, 16), MoEConfig(64, 96, RouterConfig(8, 2), shared_ffn=shared)
+    config = TransformerConfig(512, 64, 2, attention, moe, 256, dense_layers=(0,), dense_ffn=160)
+    model = Transformer(config, ModelPlan(recompute=recompute))
+    initialize(model, seed=1)
+    x, tokens = model._enter(StageInput(torch.arange(256)[None], None, None))
+    wanted = gradients_between(shape, Mapping.parse("", 1), Load(256, "fp32"), 256, 4)
+    for layer, expected in zip(model.layers.values(), wanted, strict=True):
+        inside = x.detach().requires_grad_()
+        y = layer(inside, tokens)
+        y = y.view_as(y).clone()
+        _, groups = stage_backward_input([y], [torch.randn_like(y)], [inside], iter(layer.parameters()))
+        kept = {
+            g.untyped_storage().data_ptr(): g for group in groups for of in group["grads"] for g in of if g is not None
+        }
+        assert sum(g.untyped_storage().nbytes() for g in kept.values()) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual"), [("zero_bubble", 1), ("zero_bubble", 3), ("zbv", 2), ("dualpipev", 2)]
+)
+@pytest.mark.parametrize("pp", [2, 3, 4, 8])
+def test_a_long_step_holds_no_more_than_one_that_fills_the_pipeline(schedule: str, virtual: int, pp: int) -> None:
+    found = moments(schedule, pp, virtual, 12 * pp)
+    order = pass_order(schedule, pp, 12 * pp, virtual)
+    for share in (0.0, 0.3, 1.0):
+        between = np.full(order.stages, share)
+        between[0] = 0
+        peak = peak_held(order, np.ones(order.stages), 1 + between)
+        most = [max(sum(n) + share * sum(late) for n, late in of_rank) for of_rank in found]
+        assert most == pytest.approx(peak.tolist())
+
+
+def test_the_peak_is_that_of_the_order_of_passes_though_stages_differ() -> None:
+    """Dense layers first and a head last: bytes in flight by rank, pass by pass."""
+    config = load(*(DEEPSEEK[0], (*DEEPSEEK[1:], "data.batch=256", "data.micro_batches=8", "model.recompute=none")))
+    run, found = both(DEEPSEEK[0], *DEEPSEEK[1:], "data.batch=256", "data.micro_batches=8", "model.recompute=none")
+    tokens = 2 * config.data.seq_len
+    estimate = Activations(ModelShape.of(run.architecture), 2)
+    dense, stages = set(run.architecture.dense_layers), range(run.plan.num_stages)
+    early = [len(dense & set(run.plan.layers_of(stage))) for stage in stages]
+    late = [len(run.plan.layers_of(stage)) - n for stage, n in zip(stages, early, strict=True)]
+    kept = [tokens * estimate.kept(early[stage], late[stage], run.plan.is_last(stage)) for stage in stages]
+    peak = peak_held(pass_order("dualpipev", 4, 8, 2), np.array(kept))
+    peak[run.plan.last_rank] += estimate.loss(tokens)
+    assert [one.activations for one in found] == pytest.approx(peak.tolist(), rel=0.05)
+
+
+def kept_by_experts(rank: int, world: int, etp: int) -> int:
+    """Bytes that an MoE layer keeps for 512 tokens a rank."""
+    layer = MoELayer.build(MoEConfig(64, 96, RouterConfig(8, 2)), dist.group.WORLD, etp=etp, seed=0)
+    x_TD = torch.randn(512, 64, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    layer(x_TD)
+    return activation_bytes(lambda: layer(x_TD), [*layer.parameters(), *layer.buffers(), x_TD])
+
+
+def test_ranks_that_share_experts_each_keep_all_of_their_rows() -> None:
+    """Against real ranks: the trainer's estimate does not know this."""
+    with RankPool(2) as pool:
+        apart, shared = (sum(pool.run(kept_by_experts, etp, timeout=60)) for etp in (1, 2))
+    shape = ModelShape("one", 1, 64, 4, 4, 16, 64, 8, 2, 96)
+    here = [worst(memory(shape, Mapping.parse(text, 2), Load(512, "fp32"), 2)) for text in ("ep=2", "etp=2")]
+    assert 2 * (here[1].activations - here[0].activations) == pytest.approx(shared - apart, rel=0.05)
+
+
+def test_the_busiest_rank_keeps_its_rows_and_receives_them() -> None:
+    mapping = Mapping.parse("ep=8", 8)
+    even, uneven, capped = (
+        worst(memory(EVEN, mapping, Load(4096, imbalance=busy, capacity=capacity), 8))
+        for busy, capacity in ((1.0, None), (3.0, None), (3.0, 1.5))
+    )
+    rows = 4096 * EVEN.top_k * 2  # bytes of an element of all rows
+    assert uneven.activations - even.activations == 24 * 2 * rows * 2 * (EVEN.hidden + EVEN.ffn)
+    assert even.buffers < capped.buffers < uneven.buffers
+    assert even.activations < capped.activations < uneven.activations
+    assert even.weights == uneven.weights
+
+
+def test_dispatchers_hold_what_they_gather_and_pass_on() -> None:
+    """Rows of one layer, beside those that experts keep."""
+    shape, row = replace(EVEN, top_k=6), 256 * 2
+
+    def rows(dispatcher: str, ep: int, host: int | None = None, imbalance: float = 1.0) -> float:
+        mapping = Mapping.parse(f"ep={ep}", 8, dispatcher=dispatcher)
+        plain = replace(mapping, parallel=replace(mapping.parallel, ep=1), dispatcher="all_to_all")
+        load = Load(4096, imbalance=imbalance)
+        held, none = (memory(shape, one, load, 8, host=host)[0].buffers for one in (mapping, plain))
+        return (held - none) / (4096 * row)  # of which nothing is dispatched
+
+    assert rows("all_to_all", 8) == pytest.approx(2 * (6 + 6))
+    assert rows("all_gather", 8) == pytest.approx((8 + 6) + (6 + 6)), "all tokens, picked rows; rows there and back"
+    assert rows("all_gather", 2) == pytest.approx((2 + 6) + 2 * (2 + 6)), "and sums in fp32"
+    assert rows("hierarchical", 8, host=8) == rows("all_to_all", 8), "one host"
+    over = [rows("hierarchical", 8, host=host) for host in (4, 2)]
+    copies = [hosts_reached(shape, hosts) * (hosts - 1) / hosts for hosts in (2, 4)]
+    assert over == pytest.approx([2 * (6 + 2 * 6 + each) for each in copies])
+
+
+def test_more_recomputing_and_sharding_take_less() -> None:
+    mapping = Mapping.parse("tp=2,pp=4,ep=4", 64, sharding="replicate")
+    recompute = [replace(mapping, recompute="selective"), replace(mapping, recompute="full")]
+    for less in ([mapping, *recompute], [mapping, replace(mapping, sharding="zero1")]):
+        found = [worst(memory(EVEN, one, SEQ, 64)).total for one in less]
+        assert all(after < before for before, after in pairwise(found))
+
+
+def test_zero3_scatters_gradients_that_would_accumulate() -> None:
+    mapping = Mapping.parse("", 16, sharding="fsdp")
+    kept, scattered = (memory(EVEN, mapping, SEQ, 64, Policy(reshard=reshard))[0] for reshard in (False, True))
+    assert kept.gradients == 4 * EVEN.params
+    assert scattered.gradients == pytest.approx(4 * EVEN.params / 16, rel=0.01)
+    assert (scattered.weights, scattered.optimizer) == (kept.weights, kept.optimizer)
+
+
+def test_shared_experts_are_whole_unless_they_are_to_be_cut() -> None:
+    shape, mapping = replace(EVEN, shared_ffn=512), Mapping.parse("tp=4", 4, sharding="replicate")
+    whole, cut = (memory(shape, mapping, SEQ, 4, Policy(cut_shared=one))[0].parameters for one in (False, True))
+    assert whole - cut == 24 * 3 * 512 * 256 * 3 // 4
+
+
+def test_a_pipeline_under_zero3_gathers_two_layers_at_a_time() -> None:
+    mapping = Mapping.parse("pp=4", 16, sharding="fsdp")
+    kept, scattered = (memory(EVEN, mapping, SEQ, 64, Policy(reshard=reshard))[1] for reshard in (False, True))
+    assert kept.weights == 3 * scattered.weights  # six layers a stage
+    halves = replace(mapping, pipeline="zero_bubble")
+    assert memory(EVEN, halves, SEQ, 64, Policy(reshard=True))[1].weights == kept.weights, "torch keeps them for both"
+
+
+def test_a_split_backward_that_does_not_fit_would_as_a_whole() -> None:
+    shape, plain = model_named("mixtral-8x22b"), Mapping.parse("tp=2,pp=8,ep=8", 128)
+    mapping = replace(plain, pipeline="dualpipev", virtual=2)
+    held = {one: worst(memory(shape, one, SEQ, 256)).total for one in (plain, mapping)}
+    assert held[plain] < held[mapping]
+    reserve = H100.memory_bytes - held[plain]
+    changes = changes_that_fit(shape, mapping, SEQ, 256, H100, reserve=reserve)
+    assert ("schedule 1f1b", plain) in {(one.what, one.mapping) for one in changes}
+    assert not any(one.what.startswith("vpp") for one in changes), "a V has two stages a rank"
+
+
+# --- does it fit
+
+
+def held(model: str, text: str, gpus: int, batch: int = 256, *, coupled: bool = False, **settings: object) -> Fit:
+    mapping = Mapping.parse(text, gpus, coupled=coupled, **settings)
+    return fits(memory(model_named(model), mapping, SEQ, batch), H100)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_published_runs_that_ran_out_of_memory_do_so_here(recompute: str) -> None:
+    """MoE Parallel Folding (arXiv 2504.14960), table 3: Llama3-8x70B on 256 H100s."""
+    assert not held("llama3-8x70b", "", 256, sharding="fsdp", recompute=recompute)
+    assert not held("llama3-8x70b", "tp=8,ep=8", 256, coupled=True, recompute=recompute)
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "gpus", "recompute"),
+    [
+        ("mixtral-8x22b", "tp=2,pp=8,ep=8", 128, "none"),
+        ("mixtral-8x22b", "tp=4,ep=8,etp=4", 128, "none"),
+        ("qwen2-57b-a14b", "tp=2,pp=4,ep=4", 64, "none"),
+        ("llama3-8x70b", "tp=8,pp=16,ep=8", 256, "none"),
+    ],
+)
+def test_published_runs_that_ran_fit(model: str, text: str, gpus: int, recompute: str) -> None:
+    """The same table."""
+    assert held(model, text, gpus, recompute=recompute)
+
+
+def test_what_does_not_fit_says_how_much_and_what_is_large() -> None:
+    found = held("llama3-8x70b", "", 256, sharding="fsdp")
+    assert found.missing == found.worst.total - found.available > 0
+    assert found.worst.largest == "activations"
+    assert "GiB too much" in str(found) and "activations" in str(found)
+    fine = held("mixtral-8x22b", "tp=2,pp=8,ep=8", 128)
+    assert fine.missing == 0 and str(fine).startswith("fits")
+    with pytest.raises(ConfigError, match="reserve"):
+        fits((fine.worst,), H100, H100.memory_bytes)
+
+
+def test_single_changes_that_fit_change_one_thing_and_fit() -> None:
+    shape, mapping = model_named("llama3-8x70b"), Mapping.parse("tp=8,ep=8", 256, coupled=True, recompute="full")
+    found: tuple[Change, ...] = changes_that_fit(shape, mapping, SEQ, 256, H100)
+    assert {change.what for change in found} >= {"sharding fsdp", "pp 2"}
+    for change in found:
+        assert fits(memory(shape, change.mapping, SEQ, 256), H100) == change.fit
+        assert change.fit
+        assert change.mapping.parallel.world == 256
+        before, after = vars(mapping), vars(change.mapping)
+        assert sum(before[name] != after[name] for name in before) == 1
+    # Eight key heads cannot be cut in 16, and a micro-batch of one sequence not at all.
+    assert not [change for change in found if change.what.startswith(("tp", "micro-batch"))]
+    smaller = changes_that_fit(
+        shape, replace(mapping, micro_batch=8, sharding="fsdp", recompute="none"), SEQ, 256, H100
+    )
+    assert "recompute full" in {change.what for change in smaller}
+
+
+def test_another_dispatcher_may_fit() -> None:
+    shape, mapping = model_named("deepseek-v3"), Mapping.parse("ep=64", 64, dispatcher="hierarchical", recompute="full")
+    least, most = (
+        worst(memory(shape, replace(mapping, dispatcher=one), SEQ, 64, host=8)).total
+        for one in ("all_to_all", "hierarchical")
+    )
+    tight = replace(H100, memory_bytes=(least + most) // 2 + (4 << 30))
+    found = changes_that_fit(shape, mapping, SEQ, 64, tight, host=8)
+    (one,) = [change for change in found if change.what == "dispatcher all_to_all"]
+    assert one.fit and one.mapping == replace(mapping, dispatcher="all_to_all")
+
+
+def test_what_cannot_run_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match="micro-batches"):
+        memory(EVEN, Mapping.parse("pp=8", 8), SEQ, 4)
+    with pytest.raises(ConfigError, match="cannot be cut"):
+        memory(EVEN, Mapping.parse("", 8), SEQ, 9)
+    with pytest.raises(ConfigError, match="cannot fill"):
+        memory(EVEN, Mapping.parse("pp=32", 32), SEQ, 32)
+
+
+def test_experts_are_one_function_unless_transfers_go_on_beside_them() -> None:
+    def kept(overlap: str) -> float:
+        mapping = Mapping.parse("pp=2,vpp=2,ep=2", 4, pipeline="zbv", overlap=overlap)
+        return sum(gradients_between(EVEN, mapping, SEQ, 4096, 2))
+
+    assert kept("outer") == kept("none") < kept("inter") == kept("all")

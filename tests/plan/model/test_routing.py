@@ -1,0 +1,91 @@
+"""Hosts that a token reaches: against every choice of experts counted one by one, and against routing at random."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from moe_comm.plan.model.files import model_named
+from moe_comm.plan.model.routing import hosts_reached
+from moe_comm.plan.model.shape import ModelShape
+
+
+def shape(experts: int, top_k: int, groups: int = 1, top_groups: int = 1, zero: int = 0) -> ModelShape:
+    return ModelShape(
+        "one", 1, 8, 1, 1, 8, 8, experts, top_k, 8, zero_experts=zero, groups=groups, top_groups=top_groups
+    )
+
+
+def host_of(shape: ModelShape, hosts: int) -> list[int]:
+    """Of each expert; -1 for those that compute nothing, which are nowhere."""
+    ends = [shape.experts * host // hosts for host in range(hosts + 1)]
+    where = [next(host for host in range(hosts) if one < ends[host + 1]) for one in range(shape.experts)]
+    return where + [-1] * shape.zero_experts
+
+
+def counted(shape: ModelShape, hosts: int) -> float:
+    """The mean over all choices of groups and of experts in them."""
+    where, size = host_of(shape, hosts), shape.experts // shape.groups
+    zero = list(range(shape.experts, shape.experts + shape.zero_experts))
+    reached = []
+    for chosen in combinations(range(shape.groups), shape.top_groups):
+        pool = [one for one in range(shape.experts) if one // size in chosen] + zero
+        reached += [len({where[one] for one in some} - {-1}) for some in combinations(pool, shape.top_k)]
+    return sum(reached) / len(reached)
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "groups", "top_groups", "zero", "hosts"),
+    [
+        (8, 3, 1, 1, 0, 4),
+        (8, 1, 1, 1, 0, 2),
+        (9, 2, 1, 1, 0, 3),
+        (8, 3, 1, 1, 4, 2),
+        (12, 3, 4, 2, 0, 4),  # a group a host
+        (12, 3, 4, 2, 0, 2),  # two groups a host
+        (12, 3, 3, 2, 0, 6),  # half of a group a host
+        (12, 4, 4, 2, 0, 3),
+        (12, 4, 3, 2, 0, 4),  # groups astride of hosts
+        (10, 3, 1, 1, 0, 4),  # unequal hosts
+    ],
+)
+def test_it_is_the_mean_over_all_choices(
+    experts: int, top_k: int, groups: int, top_groups: int, zero: int, hosts: int
+) -> None:
+    one = shape(experts, top_k, groups, top_groups, zero)
+    assert hosts_reached(one, hosts) == pytest.approx(counted(one, hosts), rel=1e-12)
+
+
+@pytest.mark.parametrize(("name", "hosts"), [("deepseek-v3", 8), ("deepseek-v3", 16), ("deepseek-v3", 3)])
+@pytest.mark.parametrize("kept", [1.0, 0.6])
+def test_it_is_what_routing_at_random_finds(name: str, hosts: int, kept: float) -> None:
+    one, random, tokens = model_named(name), np.random.default_rng(0), 20_000
+    where = np.array(host_of(one, hosts))
+    scores_TE = random.random((tokens, one.experts))
+    size = one.experts // one.groups
+    allowed_TG = random.random((tokens, one.groups)).argsort(1) < one.top_groups
+    scores_TE[~np.repeat(allowed_TG, size, 1)] = -1
+    hosts_TK = where[scores_TE.argsort(1)[:, -one.top_k :]]
+    hosts_TK[random.random(hosts_TK.shape) > kept] = -1
+    reached_T = sum((hosts_TK == host).any(1).astype(int) for host in range(hosts))
+    assert hosts_reached(one, hosts, kept) == pytest.approx(np.mean(reached_T), rel=0.01)
+
+
+def test_limits() -> None:
+    one = model_named("deepseek-v3")
+    assert hosts_reached(one, 1) == 1
+    assert hosts_reached(one, 8) < one.top_groups < hosts_reached(replace(one, groups=1, top_groups=1), 8)
+    assert hosts_reached(one, 256) == pytest.approx(one.top_k), "an expert a host"
+    assert hosts_reached(one, 8, 0.0) == 0
+    plain, far = shape(512, 8), 8 * (1 - (1 - 1 / 8) ** 8)
+    assert hosts_reached(plain, 8) == pytest.approx(far, rel=0.01), "of many experts each is as if drawn anew"
+
+
+def test_more_choices_than_a_fraction_can_count() -> None:
+    many = ModelShape("many", 1, 16, 1, 1, 8, 8, 2048, 512, 8)
+    assert hosts_reached(many, 2, 1.0) == pytest.approx(2.0) and hosts_reached(many, 2, 0.01) == pytest.approx(
+        1.847, abs=1e-3
+    )

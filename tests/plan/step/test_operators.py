@@ -1,0 +1,175 @@
+"""Operators of a layer: their FLOPs are the model's, their bytes those of the published formulas, and only what moves
+or grows with a mapping does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+
+from moe_comm.errors import ConfigError
+from moe_comm.plan.machine.hardware_table import cluster_named
+from moe_comm.plan.model.files import model_named
+from moe_comm.plan.model.load import Load
+from moe_comm.plan.model.mapping import Mapping, Place
+from moe_comm.plan.model.shape import ModelShape
+from moe_comm.plan.step.operators import Operation, Operators, Pass
+
+SEQ = 4096
+
+
+def operators(model: str | ModelShape, mapping: str, gpus: int = 8, **load: object) -> Operators:
+    shape = model_named(model) if isinstance(model, str) else model
+    place = Place(Mapping.parse(mapping, gpus), cluster_named("h100", gpus))
+    return Operators(shape, place, Load(**{"seq_len": SEQ, **load}))  # type: ignore[arg-type]
+
+
+def named(way: Iterable[Operation], part: str) -> list[Operation]:
+    return [one for one in way if part in one.name]
+
+
+def layer_flops(shape: ModelShape, kind: str) -> float:
+    return sum(shape.flops_per_token(SEQ, kind=kind).values())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("model", ["mixtral-8x22b", "qwen2-57b-a14b", "deepseek-v3", "longcat-flash"])
+@pytest.mark.parametrize("mapping", ["", "tp=2,ep=8", "tp=2,cp=2,ep=4,etp=2", "tp=4,ep=2,etp=4"])
+def test_products_are_the_models_whatever_the_mapping(model: str, mapping: str) -> None:
+    found = operators(model, mapping)
+    shape, p = found.shape, found.place.mapping.parallel
+    for kind in ("moe", "dense") if shape.dense_layers else ("moe",):
+        layer = found.layer(kind)  # type: ignore[arg-type]
+        here = sum(one.flops for one in layer.forward)
+        # The router and latent down-projections are done by every tensor-parallel rank: more than its share.
+        share = layer_flops(shape, kind) * SEQ / (p.cp * p.tp)
+        assert share * (1 - 1e-9) <= here <= share * (1.03 if p.tp == 1 or shape.latent is None else 1.2)
+        assert sum(one.flops for one in layer.backward) == pytest.approx(2 * here)
+    head = found.head()
+    assert sum(one.flops for one in head.forward) == pytest.approx(2 * SEQ / p.cp * shape.vocab * shape.hidden / p.tp)
+
+
+def test_fp8_products_take_cast_rows_and_router_and_head_stay_in_bf16() -> None:
+    """4 bytes for each element that goes in: rows of K columns in forward, gradients of N in backward."""
+    fp8, bf16 = operators("mixtral-8x7b", "ep=8", dtype="fp8"), operators("mixtral-8x7b", "ep=8", dtype="bf16")
+    layer, other = fp8.layer("moe"), bf16.layer("moe")
+    assert not named(other.forward, "cast") and not named(fp8.head().forward, "cast")
+    rows, hidden, ffn = SEQ, 4096, 14336
+    into = rows * (hidden + hidden) + 2 * rows * (hidden + ffn)
+    out_of = rows * (6144 + hidden) + 2 * rows * (2 * ffn + hidden)
+    assert sum(one.bytes for one in named(layer.forward, "cast")) == pytest.approx(4 * into)
+    assert sum(one.bytes for one in named(layer.backward, "cast")) == pytest.approx(4 * out_of)
+    assert fp8.head().seconds() == bf16.head().seconds()
+    assert [one.seconds for one in named(layer.forward, "router")] == [
+        one.seconds for one in named(other.forward, "router")
+    ]
+    up, slower = (named(one.forward, "experts up")[0].seconds for one in (layer, other))
+    assert up < 0.7 * slower
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_volumes_are_those_of_the_published_formulas(n: int) -> None:
+    """MegaScale-MoE (2505.11432), section 3: elements that a rank sends for a batch b s h of its group."""
+    attention = operators("mixtral-8x7b", f"tp={n},ep=8").attention()
+    bsh, size = SEQ * 4096, 2
+    assert sum(one.bytes for one in attention.forward) - sum(
+        one.bytes for one in attention.forward if one.kind != "transfer"
+    ) == pytest.approx(2 * bsh * (n - 1) / n * size)
+    experts = operators("mixtral-8x7b", f"tp={n},ep={n}").experts()
+    sent = [one.bytes for one in experts.forward if one.kind == "transfer"]
+    k = 2
+    assert sum(sent) == pytest.approx(2 * k / n * bsh * (n - 1) / n * size)
+    tensor = operators("mixtral-8x7b", f"tp={n},ep=1,etp={n}").experts()
+    gathered = [one.bytes for one in tensor.forward if one.kind == "transfer"]
+    assert sum(gathered) == pytest.approx(k * 2 * bsh * (n - 1) / n * size), "each of a token's k rows, to all"
+
+
+def test_one_rank_moves_nothing() -> None:
+    found = operators("qwen3-30b-a3b", "", 1)
+    for layer in (found.layer("moe"), found.head(), found.embedding()):
+        assert layer.seconds("transfer") == (0, 0) and min(layer.seconds()) > 0
+
+
+def test_backward_moves_what_forward_does_and_gathers_once_more_for_weights() -> None:
+    layer = operators("qwen2-57b-a14b", "tp=2,cp=2,ep=2,etp=2").layer("moe")
+    forward = sorted(one.name for one in layer.forward if one.kind == "transfer")
+    backward = [one.name for one in layer.backward if one.kind == "transfer"]
+    assert sorted(name for name in backward if not name.endswith("again")) == forward
+    assert sorted(name for name in backward if name.endswith("again")) == [
+        "attention gather again",
+        "shared gather again",
+    ]
+    assert forward == [
+        "attention gather",
+        "attention scatter",
+        "attention swap in",
+        "attention swap out",
+        "combine",
+        "dispatch",
+        "expert gather",
+        "expert scatter",
+        "shared gather",
+        "shared scatter",
+    ]
+    assert backward[-1] == "attention gather", "the first operator's is the last"
+
+
+def test_a_busy_rank_takes_longer_up_to_the_capacity() -> None:
+    def experts(**load: object) -> Pass:
+        return operators("mixtral-8x7b", "ep=8", **load).experts()
+
+    def rows(found: Pass) -> float:
+        return named(found.forward, "experts up")[0].flops
+
+    even, skewed = experts(), experts(imbalance=1.5)
+    assert rows(skewed) == pytest.approx(1.5 * rows(even))
+    assert named(skewed.forward, "dispatch")[0].bytes == pytest.approx(1.5 * named(even.forward, "dispatch")[0].bytes)
+    assert rows(experts(imbalance=1.5, capacity=1.0)) == pytest.approx(rows(even))
+    assert rows(experts(imbalance=1.5, capacity=1.25)) == pytest.approx(1.25 * rows(even))
+    assert rows(experts(capacity=0.5)) == pytest.approx(0.5 * rows(even)), "what finds no slot is not computed"
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4, 8])
+def test_no_rank_can_have_more_than_all_rows(ep: int) -> None:
+    assert Load(128, imbalance=3.0).busiest(ep) == min(3.0, ep)
+    assert Load(128, imbalance=1e300, capacity=1.5).busiest(ep) == min(1.5, ep)
+
+
+def test_experts_are_cut_or_whole_at_the_same_flops() -> None:
+    whole, cut = (operators("mixtral-8x22b", mapping).experts() for mapping in ("ep=8", "ep=4,etp=2"))
+    assert sum(one.flops for one in whole.forward) == pytest.approx(sum(one.flops for one in cut.forward))
+    assert sum(cut.seconds()) > sum(whole.seconds()), "gathered rows and narrow products"
+
+
+@pytest.mark.parametrize("load", [{"seq_len": 0}, {"dtype": "int8"}, {"imbalance": 0.5}, {"capacity": 0.0}])
+def test_a_load_that_cannot_be_is_refused(load: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        Load(**{"seq_len": SEQ, **load})  # type: ignore[arg-type]
+
+
+def test_ranks_that_share_cores_wait_for_the_busiest_only_if_all_of_a_core_is_not_enough() -> None:
+    def seconds(shared: float, imbalance: float) -> float:
+        found = operators("qwen3-30b-a3b", "ep=8", imbalance=imbalance)
+        cluster = replace(found.place.cluster, accelerator=replace(found.place.cluster.accelerator, shared=shared))
+        return sum(Operators(found.shape, replace(found.place, cluster=cluster), found.load).experts().seconds())
+
+    even, uneven = seconds(1.0, 1.0), seconds(1.0, 1.8)
+    assert uneven > 1.3 * even
+    assert seconds(2.0, 1.8) == even, "the others' cores do what it has more"
+    assert seconds(2.0, 3.0) == pytest.approx(seconds(1.0, 1.5))
+
+
+def test_blocks_that_mappings_share_are_those_of_each() -> None:
+    """Layers come from blocks that are kept; blocks that are asked for are made anew."""
+    found: dict[str, set[int]] = {"attention": set(), "moe": set()}
+    for degrees in ("ep=16", "ep=16,pp=2", "ep=8", "ep=16,cp=2", "ep=4,tp=2,etp=2"):
+        for settings in ({}, {"overlap": "all"}, {"dispatcher": "all_gather"}, {"micro_batch": 2, "recompute": "full"}):
+            place = Place(Mapping.parse(degrees, 32, **settings), cluster_named("h100", 32))
+            one = Operators(model_named("deepseek-v3"), place, Load(SEQ, imbalance=1.2))
+            apart = (one.attention(), one.experts())
+            layer = one.layer("moe")
+            assert layer.forward == apart[0].forward + apart[1].forward
+            assert layer.backward == apart[1].backward + apart[0].backward
+            for name, block in zip(found, apart, strict=True):
+                found[name].add(hash(block))
+    assert len(found["attention"]) == 8 < len(found["moe"]), "where nothing moves, overlap is no difference"

@@ -1,0 +1,294 @@
+"""Orders are torch's own, whole and without deadlock; bubbles and memory are what the papers say."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from moe_comm.errors import ConfigError
+from moe_comm.plan.pipeline.schedules import SCHEDULES
+from moe_comm.plan.step.replay import critical_path, prepare, replay
+from moe_comm.plan.step.schedules import (
+    PassKind,
+    PassOrder,
+    PassSeconds,
+    PipelineTasks,
+    pass_order,
+    peak_held,
+    pipeline_tasks,
+)
+
+CASES = [
+    (name, pp, micro_batches, virtual)
+    for name, virtuals in {
+        "gpipe": (1,),
+        "1f1b": (1,),
+        "interleaved_1f1b": (2, 3),
+        "zero_bubble": (1, 2),
+        "zbv": (2,),
+        "dualpipev": (2,),
+    }.items()
+    for virtual in virtuals
+    for pp, micro_batches in [(2, 4), (2, 7), (3, 12), (4, 8), (4, 12), (5, 10), (8, 16)]
+    if name not in ("interleaved_1f1b", "zero_bubble") or micro_batches % max(1, micro_batches // pp) == 0
+] + [("zbv", 4, 3, 2), ("zbv", 3, 1, 2), ("gpipe", 4, 2, 1), ("interleaved_1f1b", 4, 3, 2), ("zero_bubble", 4, 6, 3)]
+
+
+class Recorder:
+    """A stage without tensors or peers that writes down what torch's single-stage schedules ask of it."""
+
+    submod = None
+
+    def __init__(self, index: int, stages: int) -> None:
+        self.stage_index, self.num_stages, self.group_rank, self.group_size = index, stages, index, stages
+        self.is_first, self.is_last, self.has_backward = index == 0, index == stages - 1, True
+        self.seen: list[tuple[PassKind, int, int]] = []
+
+    def forward_one_chunk(self, micro: int, *_: Any, **__: Any) -> None:
+        self.seen.append((PassKind.FORWARD, self.stage_index, micro))
+
+    def backward_one_chunk(self, micro: int, **_: Any) -> None:
+        self.seen.append((PassKind.BACKWARD, self.stage_index, micro))
+
+    def perform_reduce_grad(self, _: int) -> None:
+        pass
+
+    def nothing(self, _: int) -> list[Any]:
+        return []
+
+    get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = nothing
+
+
+def torch_orders(name: str, pp: int, micro_batches: int, virtual: int) -> list[list[tuple[PassKind, int, int]]]:
+    """What torch runs on each rank."""
+    made = get_schedule_class(SCHEDULES[name].torch_name)
+    if SCHEDULES[name].single:
+        return [_recorded(made, rank, pp, micro_batches) for rank in range(pp)]
+    stages = [
+        SimpleNamespace(num_stages=pp * virtual, group_size=pp, group_rank=0, is_last=False, submod=None)
+        for _ in range(virtual)
+    ]
+    order = made(stages, micro_batches).pipeline_order
+    return [[action for got in order[rank] if got is not None for action in _flat(got)] for rank in range(pp)]
+
+
+def _recorded(made: Any, rank: int, pp: int, micro_batches: int) -> list[tuple[PassKind, int, int]]:
+    stage = Recorder(rank, pp)
+    schedule = made(stage, micro_batches)
+    schedule._initialize_stage = lambda *_: None
+    schedule._step_microbatches([()] * micro_batches, [{}] * micro_batches)
+    return stage.seen
+
+
+def _flat(action: Any) -> list[tuple[PassKind, int, int]]:
+    if action.sub_actions is not None:
+        return [one for sub in action.sub_actions for one in _flat(sub)]
+    kind = PassKind("FBIW".index(action.computation_type.value))
+    return [(kind, action.stage_index, action.microbatch_index)]
+
+
+def even(order: PassOrder, forward: float = 1.0, input: float = 1.0, weight: float = 1.0) -> PassSeconds:
+    one = np.ones(order.stages)
+    return PassSeconds(forward * one, input * one, weight * one)
+
+
+@pytest.mark.parametrize(("name", "pp", "micro_batches", "virtual"), CASES)
+def test_order_is_what_torch_runs(name: str, pp: int, micro_batches: int, virtual: int) -> None:
+    order = pass_order(name, pp, micro_batches, virtual)
+    wanted = torch_orders(name, pp, micro_batches, virtual)
+    assert [order.of_rank(rank) for rank in range(pp)] == wanted
+
+
+@pytest.mark.parametrize(("name", "pp", "micro_batches", "virtual"), CASES)
+def test_every_pass_runs_once_on_its_rank_after_what_it_needs(
+    name: str, pp: int, micro_batches: int, virtual: int
+) -> None:
+    order = pass_order(name, pp, micro_batches, virtual)
+    assert (order.stage_rank()[order.stage] == order.rank).all()
+    rows = list(zip(order.kind.tolist(), order.stage.tolist(), order.micro.tolist(), strict=True))
+    assert max(Counter(rows).values()) == 1
+    begin = dict(zip(rows, replay(pipeline_tasks(order, even(order)).tasks).begin.tolist(), strict=False))
+    for stage in range(pp * virtual):
+        for micro in range(micro_batches):
+            whole = (PassKind.BACKWARD, stage, micro) in begin
+            first = PassKind.BACKWARD if whole else PassKind.INPUT
+            assert whole != ((PassKind.INPUT, stage, micro) in begin)
+            assert whole != ((PassKind.WEIGHT, stage, micro) in begin)
+            assert begin[PassKind.FORWARD, stage, micro] < begin[first, stage, micro]
+            if not whole:
+                assert begin[PassKind.INPUT, stage, micro] < begin[PassKind.WEIGHT, stage, micro]
+            if stage:
+                assert begin[PassKind.FORWARD, stage - 1, micro] < begin[PassKind.FORWARD, stage, micro]
+
+
+@pytest.mark.parametrize(("pp", "micro_batches"), [(2, 2), (4, 4), (4, 13), (7, 21), (1, 3)])
+@pytest.mark.parametrize("backward", [1.0, 2.5])
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+def test_bubble_of_one_stage_a_rank(name: str, pp: int, micro_batches: int, backward: float) -> None:
+    order = pass_order(name, pp, micro_batches)
+    made = pipeline_tasks(order, even(order, 1.0, backward, 0.5))
+    idle = made.idle(replay(made.tasks))
+    assert idle == pytest.approx(np.full(pp, (pp - 1) / (micro_batches + pp - 1)), rel=1e-12, abs=1e-15)
+
+
+@pytest.mark.parametrize(("pp", "micro_batches", "virtual"), [(2, 4, 2), (4, 8, 2), (4, 16, 3), (3, 9, 4), (8, 8, 2)])
+def test_bubble_of_interleaved_stages_is_divided_by_their_number(pp: int, micro_batches: int, virtual: int) -> None:
+    order = pass_order("interleaved_1f1b", pp, micro_batches, virtual)
+    made = pipeline_tasks(order, even(order))
+    idle = made.idle(replay(made.tasks))
+    assert idle == pytest.approx(np.full(pp, (pp - 1) / (virtual * micro_batches + pp - 1)), rel=1e-12)
+
+
+def test_split_backward_fills_bubbles() -> None:
+    """With F = I = W = 1: ZB-H1 leaves (pp - 1)(F + I - W), a third of 1f1b's; ZB-V nothing but the way down the V."""
+
+    def longest(name: str) -> float:
+        order = pass_order(name, 4, 12)
+        seconds = even(order) if order.virtual == 1 else even(order, 0.5, 0.5, 0.5)
+        return float(replay(pipeline_tasks(order, seconds).tasks).span)
+
+    assert longest("1f1b") == 36 + 3 * 3
+    assert longest("zero_bubble") == 36 + 3
+    assert longest("zbv") < 36 + 3
+    assert longest("dualpipev") < longest("1f1b")
+
+
+TIMES = [(1.0, 1.0, 1.0), (1.0, 1.2, 0.8), (1.0, 1.0, 0.9), (1.0, 1.5, 1.0), (1.2, 1.0, 1.0)]
+
+
+@pytest.mark.parametrize("pp", [2, 4, 8])
+@pytest.mark.parametrize(("forward", "input", "weight"), TIMES)
+def test_bubbles_of_split_backward_passes_are_the_published_ones(
+    pp: int, forward: float, input: float, weight: float
+) -> None:
+    def bubble(name: str) -> float:
+        order = pass_order(name, pp, 4 * pp)
+        span = float(replay(pipeline_tasks(order, even(order, forward, input, weight)).tasks).span)
+        return span - 4 * pp * order.virtual * (forward + input + weight)
+
+    assert bubble("1f1b") == pytest.approx((pp - 1) * (forward + input + weight))
+    # ZB-H1, arXiv 2401.10241, table 1: (p - 1) (T_F + T_B - T_W).
+    assert bubble("zero_bubble") == pytest.approx((pp - 1) * (forward + input - weight))
+    # DualPipe, arXiv 2412.19437, table 2: (PP / 2 - 1) (F&B + B - 3 W), here on PP / 2 ranks, with B whole and F&B in
+    # turns. torch leaves less, for it splits backward passes as a V needs it.
+    assert bubble("dualpipev") <= (pp - 1) * (forward + 2 * (input + weight) - 3 * weight) + 1e-9
+
+
+@pytest.mark.parametrize("pp", [2, 4, 8])
+def test_a_v_of_equal_halves_leaves_no_bubble_once_a_rank_has_begun(pp: int) -> None:
+    """ZB-V, arXiv 2401.10241, section 6: none if F = B = W and there are enough micro-batches."""
+    order = pass_order("zbv", pp, 4 * pp)
+    times = replay(pipeline_tasks(order, even(order)).tasks)
+    for rank in range(pp):
+        mine = np.flatnonzero(order.rank == rank)
+        assert times.end[mine].max() - times.begin[mine].min() == 4 * pp * 2 * 3
+        assert times.begin[mine].min() == rank, "the way down"
+
+
+def test_memory_in_flight() -> None:
+    def peak(name: str, virtual: int | None = None) -> list[float]:
+        order = pass_order(name, 4, 12, virtual)
+        found: list[float] = peak_held(order, np.ones(order.stages)).tolist()
+        return found
+
+    assert peak("gpipe") == [12, 12, 12, 12]
+    assert peak("1f1b") == [4, 3, 2, 1]
+    assert peak("interleaved_1f1b", 2) == [11, 9, 7, 5]
+    assert peak("zero_bubble") == [4, 4, 4, 4]
+    assert peak("zbv") == [8, 8, 8, 8]
+    order = pass_order("1f1b", 4, 12)
+    assert peak_held(order, np.array([10.0, 1, 1, 7])).tolist() == [40, 3, 2, 7]
+    order = pass_order("zero_bubble", 4, 12)
+    full = peak_held(order, np.full(4, 3.0))
+    assert (peak_held(order, np.full(4, 3.0), np.full(4, 1.0)) <= full).all()
+    assert peak_held(order, np.full(4, 3.0), np.zeros(4)).tolist() == [12, 9, 6, 3]
+
+
+def test_transfers_lengthen_the_step_by_each_hop_and_more_if_exposed() -> None:
+    order = pass_order("1f1b", 4, 4)
+    hops = np.array([0.25, 0.5, 0.125])
+
+    def span(**options: Any) -> float:
+        return float(replay(pipeline_tasks(order, even(order), **options).tasks).span)
+
+    assert span() == 4 * 3 + 3 * 3
+    beside, asked = span(transfer=hops), span(transfer=hops, exposed=True)
+    assert span() + 2 * hops.sum() <= beside <= asked
+    # Two ranks, two micro-batches: rank 0 runs F0 F1 B0 B1, rank 1 F0 B0 F1 B1, each F1 and B1 behind a transfer.
+    small = pass_order("1f1b", 2, 2)
+    made = pipeline_tasks(small, even(small, 1.0, 1.0, 0.0), 0.5, exposed=True)
+    times = replay(made.tasks)
+    assert times.begin[: len(small)].tolist() == [0.0, 1.0, 4.0, 6.5, 1.5, 2.5, 4.0, 5.0]
+
+
+def test_transfers_of_one_direction_queue_and_stages_of_one_rank_need_none() -> None:
+    order = pass_order("zbv", 2, 4)
+    made = pipeline_tasks(order, even(order), 3.0)
+    assert (order.rank[made.source] != order.rank[made.target]).all()
+    crossing = 2 * 2 * 4  # hops 0-1 and 2-3 cross ranks; 1-2, the foot of the V, does not
+    assert len(made.source) == crossing
+    times = replay(made.tasks)
+    moves = slice(len(order), None)
+    for stream in np.unique(made.tasks.stream[moves]):
+        mine = np.flatnonzero(made.tasks.stream == stream)
+        assert (times.begin[mine[1:]] >= times.end[mine[:-1]]).all()
+
+
+def test_pairs_overlap_by_the_hidden_share() -> None:
+    order = pass_order("dualpipev", 4, 12)
+    paired = order.pair >= 0
+    assert paired.any() and (np.bincount(order.pair[paired & (order.rank == 0)]) == 2).all()
+    seconds = even(order)
+    span = [float(replay(pipeline_tasks(order, seconds, hidden=h).tasks).span) for h in (0.0, 0.5, 1.0)]
+    assert span[0] > span[1] > span[2]
+
+
+def test_slow_stage_is_on_the_critical_path() -> None:
+    order = pass_order("1f1b", 4, 8)
+    seconds = even(order)
+    seconds.forward[2] = 9.0
+    made = pipeline_tasks(order, seconds, 0.01)
+    plan = prepare(made.tasks)
+    path = critical_path(plan, replay(plan))
+    passes = path[path < len(order)]
+    assert set(np.flatnonzero((order.rank == 2) & (order.kind == PassKind.FORWARD))) <= set(passes)
+    per_micro = PassSeconds(np.ones((4, 8)), np.ones((4, 8)), np.ones(4))
+    per_micro.forward[1, 3] = 5.0
+    assert (
+        replay(plan, pipeline_tasks(order, per_micro).tasks.duration).span
+        > replay(plan, pipeline_tasks(order, even(order)).tasks.duration).span
+    )
+
+
+def test_numbers_that_cannot_run_are_refused() -> None:
+    order = pass_order("1f1b", 2, 4)
+    one = np.ones(2)
+    for call in (
+        lambda: pass_order("1f1b", 0, 4),
+        lambda: pass_order("1f2b", 2, 4),
+        lambda: pass_order("1f1b", 4, 3),
+        lambda: pass_order("dualpipev", 4, 7),
+        lambda: pass_order("zbv", 4, 8, 3),
+        lambda: pass_order("interleaved_1f1b", 4, 9),
+        lambda: pipeline_tasks(order, even(order), np.ones(2)),
+        lambda: pipeline_tasks(order, even(order), hidden=1.5),
+        lambda: pipeline_tasks(order, PassSeconds(one, one, np.ones(3))),
+        lambda: pipeline_tasks(order, PassSeconds(one, one, np.ones((2, 3)))),
+        lambda: peak_held(order, np.ones(3)),
+    ):
+        with pytest.raises(ConfigError):
+            call()
+    with pytest.raises(ConfigError, match=r"forward.*stages"):
+        pipeline_tasks(order, PassSeconds(np.ones(1), one, one))
+
+
+def test_orders_are_shared_and_cannot_be_written_to() -> None:
+    made: PipelineTasks = pipeline_tasks(pass_order("1f1b", 2, 4), even(pass_order("1f1b", 2, 4)))
+    assert made.order is pass_order("1f1b", 2, 4)
+    with pytest.raises(ValueError, match="read-only"):
+        made.order.kind[0] = 3

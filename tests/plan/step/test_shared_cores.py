@@ -1,0 +1,40 @@
+"""Pipelines whose ranks share cores: others' waiting is one's own speed, and no work is lost."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moe_comm.plan.step.replay import Tasks, replay
+from moe_comm.plan.step.schedules import PassSeconds, pass_order, pipeline_tasks
+from moe_comm.plan.step.shared_cores import shared_span
+
+
+def pipeline(pp: int, micro_batches: int, hop: float = 0.0, name: str = "1f1b") -> tuple[Tasks, int]:
+    order = pass_order(name, pp, micro_batches, 1)
+    each = np.ones(pp)
+    return pipeline_tasks(order, PassSeconds(each, each, each), hop).tasks, len(order)
+
+
+@pytest.mark.parametrize(("pp", "micro_batches"), [(2, 4), (4, 4), (3, 7)])
+def test_ranks_with_cores_of_their_own_take_as_long_as_a_replay_says(pp: int, micro_batches: int) -> None:
+    tasks, passes = pipeline(pp, micro_batches, hop=0.25)
+    assert shared_span(tasks, tasks.duration, passes, pp, 1.0) == pytest.approx(float(replay(tasks).span))
+
+
+def test_ranks_that_share_one_core_lose_nothing_while_others_wait() -> None:
+    tasks, passes = pipeline(4, 4)
+    work = tasks.duration[:passes].sum() / 4
+    assert shared_span(tasks, tasks.duration, passes, 4, 4.0) == pytest.approx(work)
+    assert float(replay(tasks).span) > 1.5 * work
+
+
+def test_two_cores_are_filled_by_two_of_four_ranks_and_not_by_one() -> None:
+    tasks, passes = pipeline(4, 1, name="gpipe")  # one micro-batch: always just one rank computes
+    alone = tasks.duration[:passes].sum()
+    assert shared_span(tasks, tasks.duration, passes, 4, 2.0) == pytest.approx(alone / 2)
+
+
+def test_what_moves_goes_no_faster() -> None:
+    tasks, passes = pipeline(2, 1, hop=10.0, name="gpipe")
+    assert shared_span(tasks, tasks.duration, passes, 2, 2.0) == pytest.approx(6.0 / 2 + 2 * 10.0)

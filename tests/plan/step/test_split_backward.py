@@ -1,0 +1,146 @@
+"""Halves of a backward add up to the whole and to what is done twice, as torch runs them."""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from moe_comm.layers import recompute as recompute_module
+from moe_comm.layers.config import AttentionConfig, Recompute, TransformerConfig
+from moe_comm.layers.initialize import initialize
+from moe_comm.layers.interleave import StageInput
+from moe_comm.layers.moe_config import MoEConfig
+from moe_comm.layers.router import RouterConfig
+from moe_comm.layers.transformer import ModelPlan, Transformer
+from moe_comm.plan.model.mapping import Mapping
+from moe_comm.plan.pipeline.orders import PassKind
+from moe_comm.plan.step.operators import Operation
+from moe_comm.plan.step.overlap_model import FREE
+from moe_comm.plan.step.split_backward import halves
+from tests.plan.step.test_step import model
+
+F, B, I, W = PassKind
+BACKWARD = (
+    Operation("norm", "memory", 0.5),
+    Operation("experts down", "product", 3.0, flops=8.0, later=1.0),
+    Operation("experts act", "memory", 0.25),
+    Operation("attention gather again", "transfer", 0.125),
+    Operation("experts up", "product", 4.0, flops=8.0, later=2.0),
+)
+
+
+def seconds(operations: tuple[Operation, ...]) -> float:
+    return sum(one.seconds for one in operations)
+
+
+def test_weights_gradients_are_the_second_half_and_all_else_the_first() -> None:
+    first, second = halves(BACKWARD, 0, fused=True)
+    assert seconds(first) + seconds(second) == seconds(BACKWARD)
+    assert [one.name for one in second] == ["experts down", "experts up"] and seconds(second) == 3.0
+    assert [one.name for one in first] == [one.name for one in BACKWARD]
+    assert sum(one.flops for one in first) == sum(one.flops for one in second) == 8.0
+    assert not any(one.later for one in (*first, *second))
+
+
+def test_what_the_second_half_has_to_do_again() -> None:
+    _, apart = halves(BACKWARD, 0, fused=False)
+    assert seconds(apart) == 3.0 + 2.0 + 0.25, "the gradient that goes into the experts' first product"
+    _, recomputed = halves(BACKWARD, 1, fused=True)
+    assert seconds(recomputed) == 3.0 + 0.5 + 0.125, "the norm, and the gather behind it"
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_the_trainer_does_so(recompute: Recompute, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An MoE layer's backward in torch's halves: products of experts, and what is computed again."""
+    attention, moe = AttentionConfig(64, 4, 2, 16), MoEConfig(64, 96, RouterConfig(4, 2))
+    layers = Transformer(TransformerConfig(512, 64, 1, attention, moe, 64), ModelPlan(recompute=recompute))
+    initialize(layers, seed=1)
+    x, tokens = layers._enter(StageInput(torch.arange(64)[None], None, None))
+    inside = x.detach().requires_grad_()
+    (layer,) = layers.layers.values()
+    y = layer(inside, tokens)
+    counted: Counter[str] = Counter()
+
+    def counting(name: str, real: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            counted[name] += 1
+            return real(*arguments)
+
+        return call
+
+    grouped_mlp = importlib.import_module("moe_comm.layers.grouped_mlp")
+    for name in ("expert_mm", "product_into"):
+        monkeypatch.setattr(grouped_mlp, name, counting(name, getattr(grouped_mlp, name)))
+    get = recompute_module._Value.get
+    monkeypatch.setattr(recompute_module._Value, "get", counting("again", get))
+    y = y.view_as(y).clone()
+    parameters = list(layer.parameters())
+    _, groups = stage_backward_input([y], [torch.ones_like(y)], [inside], iter(parameters))
+    first, counted = counted, Counter()
+    stage_backward_weight(iter(parameters), groups)
+    assert (first["expert_mm"], first["product_into"]) == (2 * 4, 0), "rows' gradients of both products of 4 experts"
+    assert (counted["expert_mm"], counted["product_into"]) == (4, 2 * 4), "one of them again, and weights' gradients"
+    assert first["again"] == counted["again"] and bool(first["again"]) == (recompute == "selective")
+
+
+@pytest.mark.parametrize(
+    ("text", "schedule", "recompute", "expected"),
+    [
+        ("pp=4", None, "none", False),
+        ("pp=4,vpp=2", None, "none", False),
+        ("pp=4", "gpipe", "none", False),
+        ("pp=4", "zero_bubble", "selective", True),
+        ("pp=4", "zbv", "none", True),
+        ("pp=4", "dualpipev", "none", True),
+        ("pp=4", "zbv", "full", False),
+    ],
+)
+def test_who_splits(text: str, schedule: str | None, recompute: str, expected: bool) -> None:
+    assert Mapping.parse(text, 4, pipeline=schedule, recompute=recompute).splits is expected
+
+
+def test_the_first_stage_puts_everything_off_and_the_head_nothing() -> None:
+    one = model("mixtral-8x22b", "tp=2,pp=4,ep=8", 64, pipeline="zero_bubble", overlap="inter")
+    first, second, _, last = one.stage_passes
+    assert not first.input and first.weight == first.backward
+    assert {each.name for each in second.weight} < {each.name for each in second.backward}
+    assert not any(each.name.startswith("head") for each in last.weight)
+    assert sum(each.name.startswith("head") for each in last.input) == sum(
+        each.name.startswith("head") for each in last.backward
+    )
+    takes = one._each
+    assert (takes[0, I], takes[0, W]) == (0.0, takes[0, B])
+    for stage, passes in enumerate(one.stage_passes):
+        for kind in PassKind:
+            assert takes[stage, kind] == pytest.approx(sum(each.shown for each in passes.kinds[kind]))
+
+
+def test_in_halves_transfers_do_not_hide_beside_weights_gradients() -> None:
+    one = model("mixtral-8x22b", "tp=2,pp=4,ep=8", 64, pipeline="zero_bubble", overlap="inter")
+    passes = one.stage_passes[1]
+    assert sum(each.hidden for each in passes.backward) > 0
+    assert not any(each.hidden for each in (*passes.input, *passes.weight)), "no shared experts, nothing done again"
+    redone = model("mixtral-8x22b", "tp=2,pp=4,ep=8", 64, pipeline="zbv", overlap="inter", recompute="selective")
+    passes = redone.stage_passes[1]
+    again = {each.name for each in passes.forward if each.kind == "memory"}
+    beside = sum(each.seconds for each in passes.forward if each.name in again and each.kind == "memory")
+    assert 0 < sum(each.hidden for each in passes.input) <= beside * FREE * (1 + 1e-9)
+
+
+def test_layers_that_are_recomputed_in_full_give_both_gradients_at_once() -> None:
+    one = model("mixtral-8x22b", "tp=2,pp=4,ep=8", 64, pipeline="zero_bubble", recompute="full")
+    assert (one._each[:, I] == one._each[:, B]).all() and not one._each[:, W].any()
+
+
+def test_sharded_weights_are_gathered_for_the_first_half_and_their_gradients_scattered_after_the_second() -> None:
+    whole, split = (
+        model("mixtral-8x22b", "pp=4,ep=8", 64, pipeline=schedule, sharding="fsdp")
+        for schedule in (None, "zero_bubble")
+    )
+    assert split.moves[1:, I] == pytest.approx(whole.moves[1:, F])
+    assert (split.moves[:, I] + split.moves[:, W]) == pytest.approx(whole.moves[:, B])

@@ -1,0 +1,114 @@
+"""Answers on small graphs whose times can be worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moe_comm.errors import ConfigError, CorruptFile
+from moe_comm.plan.step.replay import ReplayError
+from moe_comm.plan.whatif import analysis as whatif
+from moe_comm.plan.whatif.analysis import correlation, operation_of, what_if
+from moe_comm.plan.whatif.trace_table import TraceGraph, TraceTable, ideal_seconds, own_seconds
+
+NAMES = ("forward-compute", "backward-compute", "sum")
+
+
+def table(rows: list[tuple[int, int, int, int, float, float]]) -> TraceTable:
+    """From name, step, micro-batch, rank, begin and end; a rank is a place of dp."""
+    name, step, micro, rank, begin, end = (np.array(column) for column in zip(*rows, strict=True))
+    zero = np.zeros(len(rows), dtype=np.int64)
+    return TraceTable(
+        NAMES, name, step, micro, zero, rank, begin * 1.0, end * 1.0, name == 2, zero, {"dp": rank, "pp": zero}
+    )
+
+
+def graph(rows: list[tuple[int, int, int, int, float, float]], **more: Any) -> TraceGraph:
+    """Every rank's operations of a step follow each other; sums of a step meet."""
+    made = table(rows)
+    none = np.zeros(0, dtype=np.int64)
+    return TraceGraph.make(
+        made,
+        made.step_N * 100 + made.rank_N,
+        np.where(made.moves_N, made.step_N, -1),
+        more.pop("before", none),
+        more.pop("after", none),
+        made.name_N,
+        **more,
+    )
+
+
+ROWS = [
+    *((0, step, 0, rank, 0.0, takes) for step, rank, takes in ((0, 0, 1.0), (0, 1, 3.0), (1, 0, 1.0), (1, 1, 1.0))),
+    *((2, step, -1, rank, begin, end) for step, rank, begin, end in ((0, 0, 1, 3.5), (0, 1, 3, 3.5))),
+    *((2, 1, -1, rank, 1.0, 2.0) for rank in (0, 1)),
+]
+
+
+def test_a_step_is_compared_with_the_mean_of_work_and_the_median_of_what_moves() -> None:
+    found = what_if(graph(ROWS))
+    assert found.replayed_S == pytest.approx([3.5, 2.0])
+    assert found.ideal_S == pytest.approx([2.25, 2.25])  # forwards of 1.5, sums of 0.5, 0.5, 1 and 1
+    assert found.slowdown == pytest.approx(5.5 / 4.5)
+    assert found.by_operation == pytest.approx({"forward-compute": (3.75 + 1.75) / 4.5, "sum": (2 + 2.5) / 4.5})
+    assert found.by_place["dp"] == pytest.approx((4.75 / 4.5, (3.75 + 2.5) / 4.5))
+    assert found.worst_ranks == (1,)
+    assert found.mended_workers == pytest.approx((5.5 - (2.25 + 2.5)) / (5.5 - 4.5))
+
+
+def test_where_nothing_is_slow_there_is_nothing_to_mend() -> None:
+    found = what_if(graph([row for row in ROWS if row[1] == 1]))
+    assert found.slowdown == 1 and found.waste == 0
+    assert np.isnan(found.mended_workers) and np.isnan(found.mended_last_stage)
+
+
+def test_variants_are_the_same_however_many_are_replayed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once = what_if(graph(ROWS))
+    monkeypatch.setattr(whatif, "_CELLS", 1)
+    assert what_if(graph(ROWS)).by_place == at_once.by_place
+
+
+def test_what_ended_before_another_came_moved_in_no_time() -> None:
+    made = table([(2, 0, -1, 0, 0.0, 1.0), (2, 0, -1, 1, 4.0, 5.0)])
+    assert own_seconds(made, np.array([0, 0])).tolist() == [0.0, 1.0]
+    assert own_seconds(made, np.array([-1, -1])).tolist() == [1.0, 1.0]
+
+
+def test_work_that_can_be_shared_out_between_stages_keeps_its_sum() -> None:
+    made = table([(0, 0, 0, rank, 0.0, takes) for rank, takes in ((0, 2.0), (1, 4.0), (2, 9.0))])
+    made = TraceTable(**{**vars(made), "places": {"dp": made.rank_N * 0, "pp": made.rank_N}})
+    none = np.zeros(0, dtype=np.int64)
+    apart = np.arange(3)
+    kinds = np.array([0, 0, -1])
+    balanced = TraceGraph.make(made, apart, apart * 0 - 1, none, none, apart, balance_N=kinds)
+    # The third stage has no such work: none can be given to it.
+    assert ideal_seconds(balanced) == pytest.approx([2.0, 2.0, 9.0])
+    both = TraceGraph.make(made, apart, apart * 0 - 1, none, none, apart, balance_N=apart * 0)
+    assert ideal_seconds(both) == pytest.approx([5.0, 5.0, 5.0])
+
+
+def test_forward_and_backward_passes_that_vary_alike_are_correlated() -> None:
+    takes = np.random.default_rng(0).uniform(1, 2, 20)
+    rows = [(0, 0, micro, 0, 0.0, one) for micro, one in enumerate(takes)]
+    rows += [(1, 0, micro, 0, 0.0, 2 * one) for micro, one in enumerate(takes)]
+    assert correlation(graph(rows)) == pytest.approx(1)
+    assert np.isnan(correlation(graph(rows[:20])))
+    assert np.isnan(correlation(graph(ROWS)))
+
+
+def test_both_ends_of_a_transfer_are_one_operation() -> None:
+    assert operation_of("forward-send") == operation_of("forward-recv") == "forward-transfer"
+    assert operation_of("send gradients") == operation_of("receive gradients") == "transfer of gradients"
+    assert operation_of("forward") == "forward"
+
+
+def test_bad_graphs_are_refused() -> None:
+    with pytest.raises(CorruptFile, match="another step"):
+        graph(ROWS, before=np.array([0]), after=np.array([3]))
+    with pytest.raises(ReplayError, match="forward-compute of rank"):
+        what_if(graph(ROWS, before=np.array([4]), after=np.array([0])))
+    nothing = [(0, 0, 0, 0, 1.0, 1.0)]
+    with pytest.raises(ConfigError, match="no time"):
+        what_if(graph(nothing))

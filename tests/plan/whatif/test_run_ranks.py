@@ -1,0 +1,57 @@
+"""Spans of real ranks: what is begun early says so, and a step is replayed as it was."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from moe_comm.comm.channel import AT_ONCE_S, Channel
+from moe_comm.observe.records import SpanLine
+from moe_comm.plan.whatif.analysis import what_if
+from moe_comm.plan.whatif.run_trace import make_run_trace
+from moe_comm.runtime.event_layout import Kind
+from moe_comm.runtime.event_reader import read_spans
+from moe_comm.runtime.events import EVENTS
+from tests.pool import RankPool
+
+
+def busy(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+
+
+def work(rank: int, world: int, apart_s: float) -> list[SpanLine]:
+    assert dist.group.WORLD is not None
+    channel = Channel(dist.group.WORLD, rank, world, 60.0)  # that of ranks on several hosts
+    channel.all_reduce(torch.ones(4), "a start together")
+    EVENTS.at(1)
+    with EVENTS.span(Kind.STEP, "step"):
+        with EVENTS.span(Kind.COMPUTE, "attention"):
+            busy(apart_s * rank)
+        coming = channel.start_all_gather(torch.full((4,), float(rank)), "gather early")
+        with EVENTS.span(Kind.COMPUTE, "experts"):
+            busy(10 * AT_ONCE_S)
+        assert coming()[1].tolist() == [1.0] * 4
+        channel.all_reduce(torch.ones(4), "sum")
+    return [replace(SpanLine.of(span, 0), rank=rank) for span in read_spans(EVENTS.region) if span.step == 1]
+
+
+def test_what_is_begun_before_it_is_waited_for_says_when(pool2: RankPool) -> None:
+    ranks = pool2.run(work, 0.02, timeout=60)
+    for spans in ranks:
+        (early,) = (span for span in spans if span.name == "gather early")
+        (experts,) = (span for span in spans if span.name == "experts")
+        (attention,) = (span for span in spans if span.name == "attention")
+        assert attention.end_ns <= early.begun_ns <= experts.begin_ns < early.begin_ns
+        assert not any(span.begun_ns for span in spans if span.name in ("attention", "experts", "step"))
+    trace = make_run_trace([span for spans in ranks for span in spans], 2, {"dp": 2})
+    assert what_if(trace.graph).replay_error < 1e-6
+    before = {(int(one), int(two)) for one, two in zip(trace.graph.before_D, trace.graph.after_D, strict=True)}
+    table = trace.graph.table
+    names = [(table.names[table.name_N[at]], int(table.rank_N[at])) for at in range(len(table))]
+    waited = {(names[one][1], names[two]) for one, two in before}
+    assert (1, ("gather early", 0)) in waited and (0, ("gather early", 1)) in waited

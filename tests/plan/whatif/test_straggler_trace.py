@@ -1,0 +1,265 @@
+"""Published traces: read strictly, replayed as a simulation of their own made them, and what was slow is found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moe_comm.cli import run as command
+from moe_comm.errors import ConfigError, CorruptFile
+from moe_comm.plan.whatif import straggler_trace
+from moe_comm.plan.whatif.analysis import what_if
+from moe_comm.plan.whatif.straggler_trace import read_straggler_trace, straggler_graph
+
+arrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+DP, PP, MICRO = 2, 2, 4
+ORDERS = (
+    [("F", 0), ("F", 1), ("B", 0), ("F", 2), ("B", 1), ("F", 3), ("B", 2), ("B", 3)],
+    [("F", 0), ("B", 0), ("F", 1), ("B", 1), ("F", 2), ("B", 2), ("F", 3), ("B", 3)],
+)
+NAMES = {"F": "forward-compute", "B": "backward-compute"}
+Seconds = Callable[[str, int, int], float]
+"""Of an operation, by its type, dp and pp."""
+
+
+def usual(kind: str, dp: int, pp: int) -> float:
+    return {"forward-compute": 0.1, "backward-compute": 0.2, "optimizer": 0.05}.get(kind, 0.01)
+
+
+def slow(kind: str, dp: int, pp: int) -> float:
+    """Worker dp 1, pp 0 computes at a third of the speed."""
+    return usual(kind, dp, pp) * (3 if kind.endswith("compute") and (dp, pp) == (1, 0) else 1)
+
+
+def simulated(seconds: Seconds) -> dict[tuple[str, int, int, int], tuple[float, float]]:
+    """Begin and end of (type, number, dp, pp), by recursion over what each waits for."""
+
+    def waits(kind: str, number: int, dp: int, pp: int) -> list[tuple[str, int, int, int]]:
+        order = [(NAMES[what], micro) for what, micro in ORDERS[pp]]
+        found: list[tuple[str, int]] = []
+        if (kind, number) in order:
+            place = order.index((kind, number))
+            found += order[place - 1 : place] if place else []
+            if kind == "forward-compute":
+                found += [("params-all-gather", 0)] * (number == 0) + [("forward-recv", number)] * (pp > 0)
+            else:
+                found += [("backward-recv", number)] * (pp < PP - 1)
+        elif kind.endswith("-send"):
+            found += [(f"{kind.split('-')[0]}-compute", number)] + [(kind, number - 1)] * (number > 0)
+        elif kind.endswith("-recv"):
+            found += [(f"{kind.split('-')[0]}-compute", number - 1), (kind, number - 1)] if number else []
+            if kind == "backward-recv" and not number:
+                found.append(order[order.index(("backward-compute", 0)) - 2])
+        elif kind in TAIL:
+            place = TAIL.index(kind)
+            found.append((TAIL[place - 1], 0) if place else order[-1])
+        return [(what, which, dp, pp) for what, which in found]
+
+    def group(kind: str, number: int, dp: int, pp: int) -> list[tuple[str, int, int, int]]:
+        way, _, verb = kind.partition("-")
+        if verb in ("send", "recv"):
+            on = 1 if (way == "forward") == (verb == "send") else -1
+            return [(kind, number, dp, pp), (f"{way}-{'recv' if verb == 'send' else 'send'}", number, dp, pp + on)]
+        if kind in ("params-all-gather", "grads-reduce-scatter"):
+            return [(kind, number, other, pp) for other in range(DP)]
+        if kind == "embedding-grads-all-reduce":
+            return [(kind, number, dp, other) for other in (0, PP - 1)]
+        if kind == "optimizer-clip-main-grad":
+            return [(kind, number, one, two) for one in range(DP) for two in range(PP)]
+        return [(kind, number, dp, pp)]
+
+    @cache
+    def begin(*what: Any) -> float:
+        return max([end(*one) for one in waits(*what)], default=0.0)
+
+    @cache
+    def end(*what: Any) -> float:
+        return max(begin(*one) for one in group(*what)) + seconds(what[0], what[2], what[3])
+
+    found = {}
+    for dp in range(DP):
+        for pp in range(PP):
+            kinds = [*NAMES.values(), *(["forward-send", "backward-recv"] if pp < PP - 1 else [])]
+            kinds += ["forward-recv", "backward-send"] if pp else []
+            for kind, number in [*((kind, micro) for kind in kinds for micro in range(MICRO))]:
+                found[kind, number, dp, pp] = begin(kind, number, dp, pp), end(kind, number, dp, pp)
+            for kind in ("params-all-gather", *TAIL):
+                found[kind, 0, dp, pp] = begin(kind, 0, dp, pp), end(kind, 0, dp, pp)
+    return found
+
+
+TAIL = (
+    "gc",
+    "layernorm-grads-all-reduce",
+    "embedding-grads-all-reduce",
+    "grads-reduce-scatter",
+    "optimizer-clip-main-grad",
+    "optimizer",
+)
+
+
+def columns(seconds: Seconds, steps: int = 2) -> dict[str, Any]:
+    rows: dict[str, list[Any]] = {}
+    for step in range(steps):
+        for (kind, number, dp, pp), (begin, end) in simulated(seconds).items():
+            passes = kind.endswith("compute")
+            row = {
+                "dp_rank": dp,
+                "stage": pp,
+                "rank": dp * PP + pp,
+                "step": 10 * step,
+                "optype": kind,
+                "start_ts": begin,
+                "duration": end - begin,
+                "seq_id": number,
+                "mc": 0 if passes else -1,
+                "gmc": pp if passes else -1,
+                "mb_id": number if passes else -1,
+            }
+            for name, value in row.items():
+                rows.setdefault(name, []).append(value)
+    rng = np.random.default_rng(0)
+    order = rng.permutation(len(rows["step"]))  # files are in no order that matters
+    return {name: np.array(values)[order] for name, values in rows.items()}
+
+
+def write(path: Path, rows: dict[str, Any]) -> Path:
+    parquet.write_table(arrow.table(rows), path)
+    return path
+
+
+def span_of(seconds: Seconds) -> float:
+    return max(end for _, end in simulated(seconds).values())
+
+
+@pytest.mark.parametrize("seconds", [usual, slow])
+def test_the_replay_of_a_trace_without_gaps_is_the_trace(tmp_path: Path, seconds: Seconds) -> None:
+    graph = straggler_graph(read_straggler_trace(write(tmp_path / "trace.parquet", columns(seconds))))
+    found = what_if(graph)
+    assert found.steps == (0, 10)
+    np.testing.assert_allclose(found.replayed_S, span_of(seconds), rtol=1e-9)
+    assert found.replay_error < 1e-9
+    assert found.graph_error < 1e-9
+    assert graph.gap_N.max() < 1e-9
+
+
+def test_what_is_slow_is_found_and_its_cost_is_that_of_sharing_it_out(tmp_path: Path) -> None:
+    found = what_if(straggler_graph(read_straggler_trace(write(tmp_path / "trace.parquet", columns(slow)))))
+
+    def shared(kind: str, dp: int, pp: int) -> float:
+        return usual(kind, dp, pp) * (1.5 if kind.endswith("compute") else 1)  # the mean of 3, 1, 1 and 1
+
+    assert found.slowdown == pytest.approx(span_of(slow) / span_of(shared), rel=1e-9)
+    assert found.waste == pytest.approx(1 - span_of(shared) / span_of(slow), rel=1e-9)
+    assert found.worst_ranks == (2,)
+    assert found.mended_workers > 0.9 > found.mended_last_stage
+    assert found.worker_DP.shape == (DP, PP)
+    assert np.unravel_index(found.worker_DP.argmax(), (DP, PP)) == (1, 0)
+    assert next(iter(found.by_operation)) == "backward-compute"
+    assert found.by_operation["forward-transfer"] == pytest.approx(1)
+
+
+def test_the_command_takes_a_trace_as_it_takes_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = write(tmp_path / "trace.parquet", columns(slow)), tmp_path / "out.json"
+    assert command(["whatif", str(path), "--json", str(out)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("2 steps, ") and [line.split()[:2] for line in said[-2:]] == [["pp", "0"], ["pp", "1"]]
+    found = json.loads(out.read_text())
+    assert found["worst_ranks"] == [2] and found["routing"] is None and found["even_s"] == [None, None]
+    assert found["replay_error"] < 1e-9
+
+
+def test_gaps_are_left_out_of_the_replay_and_belong_to_its_error(tmp_path: Path) -> None:
+    rows = columns(usual)
+    late = np.isin(rows["optype"], ("optimizer",))
+    rows["start_ts"] = rows["start_ts"] + 0.5 * late
+    graph = straggler_graph(read_straggler_trace(write(tmp_path / "trace.parquet", rows)))
+    found = what_if(graph)
+    np.testing.assert_allclose(found.measured_S, span_of(usual) + 0.5, rtol=1e-9)
+    np.testing.assert_allclose(found.exact_S, found.measured_S, rtol=1e-9)
+    np.testing.assert_allclose(found.replayed_S, span_of(usual), rtol=1e-9)
+    assert found.slowdown == pytest.approx(1)
+
+
+def _without(rows: dict[str, Any], chosen: Any) -> dict[str, Any]:
+    return {name: values[~chosen] for name, values in rows.items()}
+
+
+def _first(rows: dict[str, Any], **wanted: Any) -> Any:
+    found = np.logical_and.reduce([rows[name] == value for name, value in wanted.items()])
+    assert found.any()
+    return found & (np.cumsum(found) == 1)
+
+
+BAD: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
+    "no column": (lambda rows: {name: of for name, of in rows.items() if name != "seq_id"}, "seq_id"),
+    "text for numbers": (lambda rows: rows | {"stage": rows["stage"].astype(str)}, "stage must hold integers"),
+    "whole seconds": (lambda rows: rows | {"duration": np.ones(len(rows["step"]), int)}, "duration must hold"),
+    "a NaN": (lambda rows: rows | {"start_ts": np.where(rows["step"] == 0, np.nan, 0.0)}, "finite"),
+    "before it began": (lambda rows: rows | {"duration": -rows["duration"]}, "not negative"),
+    "another operation": (lambda rows: rows | {"optype": np.char.add(rows["optype"], "!")}, "unknown operations"),
+    "an end beyond all numbers": (
+        lambda rows: rows | {"start_ts": rows["start_ts"] + 1.7e308, "duration": rows["duration"] + 1.7e308},
+        "finite",
+    ),
+    "empty cells": (
+        lambda rows: rows | {"seq_id": arrow.array([None, *rows["seq_id"][1:].tolist()])},
+        "seq_id must hold integers",
+    ),
+    "numbers for operations": (lambda rows: rows | {"optype": rows["step"]}, "unknown operations"),
+    "a huge data-parallel rank": (lambda rows: rows | {"dp_rank": rows["dp_rank"] + (1 << 62)}, "dp_rank must be from"),
+    "more workers than rows": (lambda rows: rows | {"dp_rank": rows["dp_rank"] * 500_000}, "pairs of worker and step"),
+    "a negative stage": (lambda rows: rows | {"stage": rows["stage"] - 1}, "stage must be from 0"),
+    "a stage far away": (lambda rows: rows | {"stage": rows["stage"] << 40}, "stage must be from 0"),
+    "a worker that is missing": (
+        lambda rows: _without(rows, (rows["dp_rank"] == 1) & (rows["stage"] == 1) & (rows["step"] == 10)),
+        "pairs of worker and step",
+    ),
+    "no rows": (lambda rows: {name: values[:0] for name, values in rows.items()}, "0 operations"),
+}
+
+
+@pytest.mark.parametrize(("change", "says"), BAD.values(), ids=BAD.keys())
+def test_what_is_no_such_trace_is_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], dict[str, Any]], says: str
+) -> None:
+    path = write(tmp_path / "trace.parquet", change(columns(usual)))
+    with pytest.raises(CorruptFile, match=says):
+        read_straggler_trace(path)
+
+
+def test_a_send_without_its_receive_is_refused(tmp_path: Path) -> None:
+    rows = columns(usual)
+    rows = _without(rows, _first(rows, optype="forward-send", seq_id=3))
+    trace = read_straggler_trace(write(tmp_path / "trace.parquet", rows))
+    with pytest.raises(CorruptFile, match="should meet in forward"):
+        straggler_graph(trace)
+
+
+def test_other_files_and_too_large_ones_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (text := tmp_path / "text.parquet").write_text("no columns")
+    for path in (text, tmp_path / "nothing", tmp_path):
+        with pytest.raises(ConfigError):
+            read_straggler_trace(path)
+    monkeypatch.setattr(straggler_trace, "MOST_OPERATIONS", 10)
+    with pytest.raises(CorruptFile, match="1 to 10"):
+        read_straggler_trace(write(tmp_path / "trace.parquet", columns(usual)))
+
+
+def test_a_cut_off_file_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "trace.parquet", columns(usual))
+    whole = path.read_bytes()
+    middle = bytearray(whole)
+    middle[40:400] = bytes(360)
+    for damaged in (whole[: len(whole) // 2], bytes(middle)):
+        path.write_bytes(damaged)
+        with pytest.raises((ConfigError, CorruptFile)):
+            read_straggler_trace(path)
