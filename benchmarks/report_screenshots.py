@@ -1,6 +1,6 @@
 """The pictures of pages in docs/: reports of made-up runs of 2 and of 1,000 ranks, and a plan, by headless Chromium.
 
-    python benchmarks/report_screenshots.py [FOLDER]
+    python -m benchmarks.report_screenshots [FOLDER]
 
 Needs the extras observe and dev, and Debian's packages chromium and chromium-driver. FOLDER: docs.
 """

@@ -1,6 +1,6 @@
 """Does time grow linearly, in tokens up to 65,536 a rank and in hidden size? Measures, plots, and says the slopes.
 
-    python benchmarks/scaling.py --ranks 2 --out benchmarks/results/scaling
+    python -m benchmarks.scaling --ranks 2 --out benchmarks/results/scaling
 
 writes OUT_tokens.{json,svg,html} and OUT_hidden.{json,svg,html}. The longest points move 134 MB a rank.
 """

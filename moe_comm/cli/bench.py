@@ -196,18 +196,3 @@ def bench_plan(
     cases = tuple(case for case in settings.CASES if (not ranks or case.ranks in ranks) and (hosts or case.hosts == 1))
     values: dict[str, Any] = {"link_gbit": link_gbit, "warmup": warmup, "steps": steps, "seed": seed, "cases": cases}
     load("moe_comm.bench.plan_bench", "bench").main(settings.PlanBench(**values), json_out)
-
-
-@bench.command("diagnosis")
-def bench_diagnosis(
-    slow: Annotated[int, typer.Option(min=0, help="Cases of a slow rank.")] = 80,
-    links: Annotated[int, typer.Option(min=0, help="Cases of a slow link.")] = 60,
-    hangs: Annotated[int, typer.Option(min=0, help="Cases of a rank that is stuck or dies.")] = 60,
-    ranks: Annotated[int, typer.Option(min=2, help="Of runs on this host.")] = 4,
-    hosts: Annotated[int, typer.Option(min=3, help="Network namespaces to make, each a host with a rank.")] = 3,
-    seed: Seed = 0,
-    json_out: JsonOut = None,
-) -> None:
-    """Whether `moe-comm diagnose` names the right one, in training with faults on purpose. Slow links need root."""
-    module = load("moe_comm.bench.diagnosis", "bench")
-    module.main(module.Cases(slow, links, hangs, ranks, hosts, seed), json_out)

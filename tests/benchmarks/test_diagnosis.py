@@ -1,4 +1,4 @@
-"""``bench diagnosis``: what is on purpose, and who must have been named for it."""
+"""``python -m benchmarks.diagnosis``: what is on purpose, and who must have been named for it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_comm.bench import diagnosis
-from moe_comm.bench.diagnosis import PART, WARM, Case, Cases, hangs, judge, slow_links, slow_ranks
+from benchmarks.diagnosis import study as diagnosis
+from benchmarks.diagnosis.study import PART, WARM, Case, Cases, hangs, judge, slow_links, slow_ranks
 from moe_comm.errors import ConfigError
 from moe_comm.observe import records
 from moe_comm.observe.faults import Injection, parse, write_injection

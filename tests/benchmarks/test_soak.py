@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from moe_comm.bench import left_over, soak
-from moe_comm.bench.soak import Soak
+from benchmarks.soak import __main__ as command
+from benchmarks.soak import left_over
+from benchmarks.soak import study as soak
+from benchmarks.soak.study import Soak
+from moe_comm import cli
 from moe_comm.errors import ConfigError
 from moe_comm.observe.faults import DAMAGE, KINDS, parse
 
@@ -52,6 +55,30 @@ def test_thirty_faults_of_all_kinds_leave_no_trace(tmp_path: Path) -> None:
     assert soak.run(settings, said.append)["kinds"] == found["kinds"]
     with pytest.raises(ConfigError, match="holds a soak with other settings"):
         soak.run(Soak(tmp_path, ranks=2, faults=31, seed=1))
+
+
+def test_the_command_writes_what_was_found_and_fails_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = {"identical": True, "left_behind": [], "difference": "", "planned": 2, "faults": 2, "repeated": []}
+    good |= {"kinds": {}, "starts": 1, "ranks": 2, "steps": 3, "effective_time_ratio": 0.5}
+    asked: list[Soak] = []
+
+    def found(settings: Soak, say: object, **changed: object) -> dict[str, object]:
+        asked.append(settings)
+        return good | changed
+
+    monkeypatch.setattr(soak, "run", found)  # a whole run is in the test above
+    arguments = ["--ranks", "2", "--faults", "2", "--kind", "kill", "--json", str(tmp_path / "out.json")]
+    assert cli.run(arguments, command.app, command.NAME) == 0
+    assert (asked[0].ranks, asked[0].faults, asked[0].kinds) == (2, 2, ("kill",))
+    assert json.loads((tmp_path / "out.json").read_text()) == good
+    assert "2 faults, 1 starts of 2 ranks" in capsys.readouterr().out
+    monkeypatch.setattr(soak, "run", lambda settings, say: found(settings, say, left_behind=["/dev/shm/a"]))
+    assert cli.run(arguments, command.app, command.NAME) == 1
+    assert capsys.readouterr().err == "python -m benchmarks.soak: error: left behind: /dev/shm/a\n"
+    assert cli.run(["--kind", "nothing"], command.app, command.NAME) == 2
+    assert "python -m benchmarks.soak: error: a soak needs" in capsys.readouterr().err
 
 
 def test_a_fault_that_happened_twice_does_not_stand_for_one_that_never_did() -> None:

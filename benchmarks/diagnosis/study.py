@@ -5,7 +5,7 @@
 
 Slow ranks sleep or burn processor time in the experts' forward pass, on one host; slow links are slowed by tc on hosts
 of their own (``moe_comm.bench.hosts``), which probe each other in every step; hangs are a soak's in which ranks are
-stopped, killed or keep Python's lock (``moe_comm.bench.soak``), and the watchers' records say whom they named.
+stopped, killed or keep Python's lock (``benchmarks.soak``), and the watchers' records say whom they named.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.soak.study import Soak, commit
+from benchmarks.soak.study import run as run_soak
+from moe_comm import train
 from moe_comm.bench import machine, report
 from moe_comm.bench.host_ranks import run_on_hosts
 from moe_comm.bench.hosts import Hosts, why_not
-from moe_comm.bench.soak import Soak, commit
-from moe_comm.bench.soak import run as run_soak
 from moe_comm.errors import ConfigError
 from moe_comm.observe.diagnose import diagnose
 from moe_comm.observe.faults import read_injections
@@ -128,7 +129,7 @@ def hangs(run: Path) -> list[Judged]:
 
 
 def run(cases: Cases, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Run all cases; what the file of ``moe-comm bench diagnosis`` holds.
+    """Run all cases; return what ``--json`` writes.
 
     Raises:
         ConfigError: links are wanted and hosts cannot be made here.
@@ -193,8 +194,6 @@ def _settings(folder: Path, plan: Sequence[Case], ranks: int, every: int) -> lis
 
 
 def _train(settings: list[str]) -> str:
-    from moe_comm import train
-
     with init_ranks(None, 120.0):
         return str(train.run("tiny", settings).folder)
 
@@ -218,7 +217,7 @@ def _summary(cases: Cases, judged: dict[str, list[Judged]]) -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
-        "command": shlex.join(sys.argv),
+        "command": shlex.join(["python", "-m", "benchmarks.diagnosis", *sys.argv[1:]]),
         "machine": machine.facts("cpu"),
         "ranks": cases.ranks,
         "hosts": cases.hosts,

@@ -28,7 +28,8 @@ from typing import Any
 
 import torch
 
-from moe_comm.bench import left_over, machine
+from benchmarks.soak import left_over
+from moe_comm.bench import machine
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.observe.effective import effective_time
 from moe_comm.observe.faults import DAMAGE, KINDS, PLACES, parse, read_injections
@@ -182,7 +183,7 @@ def run(soak: Soak, say: Callable[[str], None] = print) -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
-        "command": shlex.join(sys.argv),
+        "command": shlex.join(["python", "-m", "benchmarks.soak", *sys.argv[1:]]),
         "machine": machine.facts("cpu"),
         "ranks": soak.ranks,
         "seed": soak.seed,
