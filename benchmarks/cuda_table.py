@@ -1,6 +1,6 @@
 """Write the table of docs/gpu.md from what the compiled kernels take, so that no number is typed by hand.
 
-python -m moe_comm.gpu.ahead --csrc csrc --json benchmarks/results/cuda-resources.json
+python -m benchmarks.cuda_resources --csrc csrc --json benchmarks/results/cuda-resources.json
 python -m benchmarks.cuda_table
 """
 

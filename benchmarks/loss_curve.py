@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from moe_comm.bench.chart import Chart, Line
+from benchmarks.chart import Chart, Line
 from moe_comm.bench.machine import facts
 from moe_comm.runtime.launch import init_ranks, launch
 from moe_comm.train import config as configuration

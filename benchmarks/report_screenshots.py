@@ -17,7 +17,6 @@ from PIL import Image
 from selenium import webdriver
 
 from moe_comm.observe.report import write_report
-from moe_comm.observe.synthetic import SlowLink, Straggler, SyntheticFault, SyntheticRun, write_run
 from moe_comm.plan.hardware_table import cluster_named
 from moe_comm.plan.load import Load
 from moe_comm.plan.mapping import Mapping
@@ -26,6 +25,7 @@ from moe_comm.plan.page import write_page
 from moe_comm.plan.question import Question
 from moe_comm.plan.simulate import simulate
 from moe_comm.plan.timeline import timeline
+from tests.support.synthetic import SlowLink, Straggler, SyntheticFault, SyntheticRun, write_run
 
 WIDTH, COLORS, MOST_BYTES = 1280, 160, 400_000
 PLANNED = ("tp=2,pp=8", "tp=2,pp=4", "tp=4,pp=8", "tp=1,pp=8", "tp=4,pp=4", "tp=8,pp=4")

@@ -11,7 +11,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from moe_comm.bench import plot, report, sweep
+from benchmarks import plot, sweep
+from moe_comm.bench import report
 from moe_comm.bench.settings import DispatchBench
 
 SWEEPS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {

@@ -125,7 +125,6 @@ def plan(
     ] = None,
     trace: Annotated[Path | None, _option("Write the step as a Perfetto trace.", "FILE")] = None,
     page: Annotated[Path | None, _option("Write a page of HTML about it.", "FILE")] = None,
-    validate: Annotated[bool, typer.Option("--validate", help="Instead: errors against published tables.")] = False,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Instead: measure this machine.")] = False,
     ranks: Annotated[int | None, _option("To measure with.", by="2", min=1)] = None,
     hardware_file: Annotated[Path | None, _option("This machine's description.", "FILE", by="in the cache")] = None,
@@ -136,7 +135,7 @@ def plan(
     outputs.check()
     needed: dict[str, object] = {"--model": model, "--gpus": gpus, "--hardware": hardware, "--seq-len": seq_len}
     needed["--global-batch"] = global_batch
-    if validate or calibrate:
+    if calibrate:
         others: dict[str, object] = {
             "--mapping": mapping,
             "--top": top,
@@ -145,13 +144,11 @@ def plan(
             "--trace": trace,
             "--page": page,
         }
-        _one_mode({"--validate": validate, "--calibrate": calibrate}, needed | others)
+        _measure_only(needed | others)
     if not calibrate and ranks is not None:
         raise ConfigError("--ranks is for --calibrate; --gpus says how many accelerators to plan for")
     if calibrate:
         _calibrate(ranks or RANKS, hardware_file, json_out)
-    elif validate:
-        _validate(json_out)
     else:
         if capacity_factor is not None and not 0 < capacity_factor < math.inf:
             raise ConfigError(f"--capacity-factor must be a finite number above 0; got {capacity_factor}")
@@ -272,18 +269,11 @@ def _measured() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_comm" / "hardware.json"
 
 
-def _one_mode(modes: dict[str, bool], refused: dict[str, object]) -> None:
-    asked = [name for name, wanted in modes.items() if wanted]
+def _measure_only(refused: dict[str, object]) -> None:
+    """Raise ConfigError if an option of planning was given beside ``--calibrate``."""
     given = [name for name, value in refused.items() if value is not None]
-    if len(asked) > 1 or given:
-        raise ConfigError(f"{asked[0]} does not go with {(asked[1:] + given)[0]}")
-
-
-def _validate(json_out: str | None) -> None:
-    predict = load("moe_comm.plan.published_step", "train").predict_step
-    found = load("moe_comm.plan.validate", "train").validate(predict)
-    load("moe_comm.bench.report", "bench").write_json(load("moe_comm.plan.answer", "train").validation(found), json_out)
-    typer.echo(found.text(), err=json_out == "-")
+    if given:
+        raise ConfigError(f"--calibrate does not go with {given[0]}")
 
 
 def _calibrate(ranks: int, file: Path | None, json_out: str | None) -> None:

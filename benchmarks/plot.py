@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from moe_comm.bench.chart import Chart, Line
+from benchmarks.chart import Chart, Line
 
 
 def svg(found: dict[str, Any]) -> str:

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.plan_validation.published import StepCase, tables
+from benchmarks.plan_validation.published_step import choice, predict_step
+from benchmarks.plan_validation.validate import CONSTANTS, OutOfMemory, Report, validate
 from moe_comm.errors import ConfigError
-from moe_comm.plan.published import StepCase, tables
-from moe_comm.plan.published_step import choice, predict_step
-from moe_comm.plan.validate import CONSTANTS, OutOfMemory, Report, validate
 
 BEFORE = (
     "flux-dense",

@@ -156,7 +156,7 @@ class Table:
 
 @cache
 def tables() -> tuple[Table, ...]:
-    """All tables that come with the library, by name."""
+    """All tables in ``published/``, by name."""
     return tuple(load(path) for path in sorted(FOLDER.glob("*.json")))
 
 

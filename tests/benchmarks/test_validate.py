@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from benchmarks.plan_validation import __main__ as command
+from benchmarks.plan_validation import published
+from benchmarks.plan_validation import validate as validate_module
+from benchmarks.plan_validation.published import OperatorCase, Row, StepCase, Table, tables
+from benchmarks.plan_validation.validate import CONSTANTS, OutOfMemory, Report, mfu, predict_operator, validate
+from moe_comm import cli
 from moe_comm.errors import ConfigError
 from moe_comm.plan.hardware_table import cluster_named
 from moe_comm.plan.model_file import model_named
-from moe_comm.plan.published import OperatorCase, Row, StepCase, Table, tables
-from moe_comm.plan.validate import CONSTANTS, OutOfMemory, Report, mfu, predict_operator, validate
 
 STEP = StepCase("mixtral-8x7b", 8, 4096, 8, "ep=8", "h100")
 
@@ -184,3 +190,20 @@ def test_a_described_machine_can_be_asked() -> None:
 def test_busier_experts_take_longer() -> None:
     even = OperatorCase("gather experts", "copies", 8192, 2048, 8192, 8, experts=32, top_k=4, ep=2)
     assert predict_operator(replace(even, imbalance=1.5), "h800") > predict_operator(even, "h800")
+
+
+def test_the_command_prints_rows_and_a_summary(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    some = tuple(table for table in published.tables() if table.name in ("parallelkittens", "flux-dense"))
+    monkeypatch.setattr(validate_module, "tables", lambda: some)
+    out = tmp_path / "validate.json"
+    assert cli.run(["--json", str(out)], command.app, command.NAME) == 0
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("published", "predicted", "error", "median error", "parallelkittens"))
+    found = json.loads(out.read_text())
+    assert len(found["rows"]) == sum(len(table.rows) for table in some) and found["tables"].keys() == {
+        table.name for table in some
+    }
+    counted = sorted(abs(row["error"]) for row in found["rows"] if row["counts"])
+    assert found["worst_error"] == counted[-1] and found["rows_that_count"] == len(counted)

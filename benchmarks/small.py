@@ -1,4 +1,4 @@
-"""``python -m moe_comm.bench.small``: overhead of batches of 1 to 64 tokens, in microseconds above the bare copy."""
+"""``python -m benchmarks.small``: overhead of batches of 1 to 64 tokens, in microseconds above the bare copy."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import argparse
 import sys
 from dataclasses import replace
 
+from benchmarks.sweep import small
 from moe_comm.bench.settings import DTYPES, DispatchBench
-from moe_comm.bench.sweep import small
 from moe_comm.errors import MoeCommError
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse, measure, print; 2 where the settings are wrong."""
-    parser = argparse.ArgumentParser(prog="python -m moe_comm.bench.small", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.small", description=__doc__)
     base = DispatchBench(peers=())
     for name in ("ranks", "hidden", "experts", "top_k", "iterations", "seed"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(base, name))

@@ -34,8 +34,8 @@ from moe_comm.observe.records import (
     append,
     to_json,
 )
-from moe_comm.observe.synthetic_spans import Step, spans_of
 from moe_comm.topology import ParallelConfig
+from tests.support.synthetic_spans import Step, spans_of
 
 Floats = NDArray[np.float64]
 

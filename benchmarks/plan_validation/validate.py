@@ -14,6 +14,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from benchmarks.plan_validation.published import OperatorCase, Row, StepCase, Table, tables
 from moe_comm.errors import ConfigError
 from moe_comm.plan import fused
 from moe_comm.plan.fused import Product, Transport
@@ -21,7 +22,6 @@ from moe_comm.plan.hardware import Cluster, item_bytes
 from moe_comm.plan.hardware_table import H100, PCIE_4, cluster_named
 from moe_comm.plan.load import DROPLESS
 from moe_comm.plan.model_file import model_named
-from moe_comm.plan.published import OperatorCase, Row, StepCase, Table, tables
 from moe_comm.plan.weights import SLOW_RING
 
 
@@ -176,7 +176,7 @@ def validate(predict_step: PredictStep | None = None, chosen: Iterable[Table] | 
 
     Args:
         predict_step: seconds of a step, or ``OutOfMemory``. Without it, tables of steps are left out.
-        chosen: tables; None: all that come with the library.
+        chosen: tables; None: all in ``published/``.
 
     Raises:
         ConfigError: a row names a constant, machine or model that is not known.

@@ -1,6 +1,6 @@
 """Compiles csrc/cuda by nvcc for GPUs that are not there, and says what each kernel takes of one.
 
-    python -m moe_comm.gpu.ahead --json cuda-resources.json [--targets sm_80 sm_90a sm_100a] [--csrc csrc]
+    python -m benchmarks.cuda_resources --json cuda-resources.json [--targets sm_80 sm_90a sm_100a] [--csrc csrc]
 
 Needs nvcc, and no GPU.
 """

@@ -1,4 +1,4 @@
-"""Seconds of a published training step, for ``moe_comm.plan.validate``.
+"""Seconds of a published training step, for ``benchmarks.plan_validation.validate``.
 
 What a source does not tell is taken as its authors would have chosen it: of all degrees that are free, micro-batches,
 virtual stages and ways to recompute, the fastest that fits an accelerator. Memory is that of trainers that give weights
@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
+from benchmarks.plan_validation.published import StepCase
+from benchmarks.plan_validation.validate import OutOfMemory
 from moe_comm.errors import ConfigError
 from moe_comm.plan.hardware_table import cluster_named
 from moe_comm.plan.load import Load
@@ -19,10 +21,8 @@ from moe_comm.plan.mapping import MICRO_BATCHES, RECOMPUTE, Mapping
 from moe_comm.plan.memory import Policy
 from moe_comm.plan.model import ModelShape
 from moe_comm.plan.model_file import model_named
-from moe_comm.plan.published import StepCase
 from moe_comm.plan.question import Question
 from moe_comm.plan.space import Space
-from moe_comm.plan.validate import OutOfMemory
 
 POLICY = Policy(cut_shared=True, reshard=True)
 
