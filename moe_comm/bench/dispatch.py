@@ -6,43 +6,26 @@ own launcher, so its ranks run right after, with the same inputs, cores, clock a
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_comm.bench import machine
+from moe_comm.bench import machine, mpi_ranks, report
 from moe_comm.bench.case import Case, expected_dweights, expected_dx, expected_rows, expected_y, make_case, require
-from moe_comm.bench.clock import Clock, Stats, summarise, sync_alone, sync_group
-from moe_comm.bench.permute import Exchange, GlooExchange, Permute
+from moe_comm.bench.clock import Clock, summarise, sync_alone, sync_group
+from moe_comm.bench.contest import Contestant, Step, Summary, TorchPeer, measure
+from moe_comm.bench.limit import Limit
+from moe_comm.bench.permute import GlooExchange
 from moe_comm.bench.ranks import on_ranks, threads_per_rank
 from moe_comm.bench.settings import DISPATCH_PEERS, DispatchBench
 from moe_comm.dispatch import make_dispatcher
 from moe_comm.dispatch.base import Dispatched, Dispatcher
-from moe_comm.topology import ExpertPlacement
-
-Step = tuple[str | None, Callable[[], None]]
-"""A phase and its work; the phase None is not timed."""
-Summary = dict[tuple[str, str], Stats]
 
 GLOO_PEERS = {"torch_gloo": False, "torch_gloo_tuned": True}
 OURS = "moe_comm"
 PHASES = ("dispatch", "combine", "combine_backward", "dispatch_backward")
-
-
-class Contestant(Protocol):
-    """What takes turns in ``measure``."""
-
-    name: str
-
-    def steps(self) -> list[Step]:
-        """The phases of one iteration, in order."""
-
-    def check(self) -> dict[str, float]:
-        """Raise ``WrongAnswer`` if the results are not right; returns their errors. Collective."""
 
 
 class Ours:
@@ -119,63 +102,6 @@ class Ours:
         return errors
 
 
-class TorchPeer:
-    """Permute in torch and exchange by ``exchange``; forward."""
-
-    def __init__(
-        self, name: str, exchange: Exchange, settings: DispatchBench, rank: int, case: Case, *, tuned: bool
-    ) -> None:
-        placement = ExpertPlacement.balanced(settings.experts, settings.ranks)
-        self.name, self.settings, self.rank, self.case = name, settings, rank, case
-        self.permute = Permute(exchange, placement, rank, tuned=tuned)
-        local = placement.local_range(rank)
-        self.scale_L = case.scale_E[local.start : local.stop]
-
-    def _dispatch(self) -> None:
-        self.rows_RD, self.sent = self.permute.dispatch(self.case.x_TD, self.case.ids_TK)
-
-    def _experts(self) -> None:
-        counts_L = torch.tensor(self.sent.recv_counts).sum(0)
-        self.results_RD = self.rows_RD * self.scale_L.repeat_interleave(counts_L)[:, None]
-
-    def _combine(self) -> None:
-        self.y_TD = self.permute.combine(self.results_RD, self.case.weights_TK, self.sent)
-
-    def _drop(self) -> None:
-        del self.rows_RD, self.sent, self.results_RD, self.y_TD
-
-    def steps(self) -> list[Step]:
-        return [("dispatch", self._dispatch), (None, self._experts), ("combine", self._combine), (None, self._drop)]
-
-    def check(self) -> dict[str, float]:
-        self._dispatch()
-        require(self.name, "dispatch", self.rows_RD, expected_rows(self.settings, self.rank), bits=True)
-        self._experts()
-        self._combine()
-        error = require(self.name, "combine", self.y_TD, expected_y(self.case), bits=False)
-        self._drop()
-        return {"combine": error}
-
-
-def measure(contestants: Iterable[Contestant], clock: Clock, settings: DispatchBench) -> None:
-    """Every contestant once per round, in turn, each phase from a common start."""
-    turns = [(c.name, c.steps()) for c in contestants]
-    gc.collect()
-    gc.disable()
-    try:
-        for turn in range(settings.warmup + settings.rounds):
-            if turn == settings.warmup:
-                clock.clear()
-            for name, steps in turns[turn % len(turns) :] + turns[: turn % len(turns)]:
-                for phase, work in steps:
-                    if phase is None:
-                        work()
-                    else:
-                        clock.measure(name, (phase, work), in_a_row=settings.in_a_row)
-    finally:
-        gc.enable()
-
-
 def run(settings: DispatchBench, threads: int = 1) -> dict[str, Any]:
     """One rank's part; collective over the default process group. Returns the same result on every rank.
 
@@ -221,8 +147,8 @@ def _contestants(
         if name in GLOO_PEERS:
             found.append(TorchPeer(name, GlooExchange(), settings, rank, case, tuned=GLOO_PEERS[name]))
     try:
+        # Imported here because the native core may not be built.
         from moe_comm import _C as native  # type: ignore[attr-defined,unused-ignore]
-        from moe_comm.bench.limit import Limit
 
         if settings.top_k > Limit.MAX_TOP_K:
             skipped["limit"] = f"its bare sum takes at most {Limit.MAX_TOP_K} rows a token"
@@ -289,8 +215,6 @@ def main(settings: DispatchBench, json_out: str | None = None) -> dict[str, Any]
     Args:
         json_out: file for the JSON object; ``-`` is standard output.
     """
-    from moe_comm.bench import report
-
     report.check_writable(json_out)
     found = measure_all([settings])
     if not found:
@@ -305,8 +229,6 @@ def measure_all(settings: list[DispatchBench]) -> list[dict[str, Any]]:
 
     Empty on ranks of torchrun other than 0.
     """
-    from moe_comm.bench import mpi_ranks
-
     facts = machine.facts(settings[0].device)
     measured = on_ranks(_run_each, settings, settings[0].ranks, settings[0].device)
     if measured is None:

@@ -35,6 +35,7 @@ def facts(device: str) -> dict[str, Any]:
 def _isa() -> str:
     """The vector unit that the native core uses; torch's where it is not built."""
     try:
+        # Imported here because the native core may not be built.
         from moe_comm import _C as native  # type: ignore[attr-defined,unused-ignore]
     except ImportError:
         return str(torch.backends.cpu.get_cpu_capability())

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moe_comm.bench.case import make_case
 from moe_comm.bench.clock import Clock, summarise
-from moe_comm.bench.dispatch import Summary, TorchPeer, measure
+from moe_comm.bench.contest import Summary, TorchPeer, measure
 from moe_comm.bench.permute import Exchange
 from moe_comm.bench.ranks import pinned
 from moe_comm.bench.settings import DispatchBench

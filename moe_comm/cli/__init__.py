@@ -41,7 +41,7 @@ def _versions() -> str:
     except metadata.PackageNotFoundError:
         torch = "not installed"
     try:
-        from moe_comm import _C
+        from moe_comm import _C  # here because it may not be built
     except ImportError as error:
         core = f"no ({error})"
     else:
