@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import moe_comm
-from moe_comm.bench.machine import facts
-from moe_comm.bench.race import Pairs
+from moe_comm.bench.common.machine import facts
+from moe_comm.bench.common.race import Pairs
 from moe_comm.runtime.launch import init_ranks, launch
 
 HIDDEN, FFN, EXPERTS = 256, 512, 8

@@ -18,9 +18,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from moe_comm.bench.machine import facts
-from moe_comm.bench.parity_train import session
-from moe_comm.bench.race import Pairs, take_turns
+from moe_comm.bench.common.machine import facts
+from moe_comm.bench.common.race import Pairs, take_turns
+from moe_comm.bench.parity.training import session
 from moe_comm.runtime.event_reader import read_state
 from moe_comm.runtime.events import EVENTS
 from moe_comm.runtime.launch import init_ranks, launch

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm.bench import machine
+from moe_comm.bench.common import machine
 from moe_comm.dispatch import Dispatcher, DispatchOptions, Payloads, make_dispatcher
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.dispatch.peer_to_peer import PeerToPeerDispatcher

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chart import Chart, Line
-from moe_comm.bench.machine import facts
+from moe_comm.bench.common.machine import facts
 from moe_comm.runtime.launch import init_ranks, launch
 from moe_comm.train import config as configuration
 from moe_comm.train import run

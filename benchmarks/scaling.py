@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import plot, sweep
-from moe_comm.bench import report
-from moe_comm.bench.settings import DispatchBench
+from moe_comm.bench.common import report
+from moe_comm.bench.common.settings import DispatchBench
 
 SWEEPS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "tokens": (sweep.TOKENS, {"hidden": 64}),

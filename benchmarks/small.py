@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 
 from benchmarks.sweep import small
-from moe_comm.bench.settings import DTYPES, DispatchBench
+from moe_comm.bench.common.settings import DTYPES, DispatchBench
 from moe_comm.errors import MoeCommError
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moe_comm.bench import report
-from moe_comm.bench.dispatch import measure_all
-from moe_comm.bench.settings import SMALL_TOKENS, DispatchBench
+from moe_comm.bench.common import report
+from moe_comm.bench.common.settings import SMALL_TOKENS, DispatchBench
+from moe_comm.bench.dispatch.benchmark import measure_all
 from moe_comm.errors import ConfigError
 
 TOKENS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)

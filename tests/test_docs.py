@@ -128,7 +128,7 @@ def test_commands_parse(page: str, line: str) -> None:
         )
         found.parallel.mapping(given.get("ranks") or found.parallel.ranks)
     if given.get("mappings"):
-        pytest.importorskip("moe_comm.bench.parity").chosen(given["mappings"])
+        pytest.importorskip("moe_comm.bench.parity.compare").chosen(given["mappings"])
 
 
 def study(name: str) -> Any:

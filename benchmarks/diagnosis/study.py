@@ -25,9 +25,9 @@ from typing import Any
 from benchmarks.soak.study import Soak, commit
 from benchmarks.soak.study import run as run_soak
 from moe_comm import train
-from moe_comm.bench import machine, report
-from moe_comm.bench.host_ranks import run_on_hosts
-from moe_comm.bench.hosts import Hosts, why_not
+from moe_comm.bench.common import machine, report
+from moe_comm.bench.hosts.namespaces import Hosts, why_not
+from moe_comm.bench.hosts.ranks import run_on_hosts
 from moe_comm.errors import ConfigError
 from moe_comm.observe.diagnose import diagnose
 from moe_comm.observe.faults import read_injections

@@ -8,7 +8,7 @@ import typer
 
 from benchmarks.plan_validation import answer, published_step, validate
 from moe_comm import cli
-from moe_comm.bench import report
+from moe_comm.bench.common import report
 from moe_comm.cli.options import JsonOut
 
 NAME = "python -m benchmarks.plan_validation"

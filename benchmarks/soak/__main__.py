@@ -11,7 +11,7 @@ import typer
 
 from benchmarks.soak import study
 from moe_comm import cli
-from moe_comm.bench import report
+from moe_comm.bench.common import report
 from moe_comm.cli.options import JsonOut
 from moe_comm.errors import MoeCommError
 

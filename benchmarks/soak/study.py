@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from benchmarks.soak import left_over
-from moe_comm.bench import machine
+from moe_comm.bench.common import machine
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.observe.effective import effective_time
 from moe_comm.observe.faults import DAMAGE, KINDS, PLACES, parse, read_injections

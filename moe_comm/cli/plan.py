@@ -188,11 +188,11 @@ class _Outputs:
     def check(self) -> None:
         """Before anything is computed. Raises OSError for what cannot be written."""
         for path in (self.json, self.config, self.trace, self.page):
-            load("moe_comm.bench.report", "bench").check_writable(None if path is None else str(path))
+            load("moe_comm.bench.common.report", "bench").check_writable(None if path is None else str(path))
 
     def write(self, question: Question, candidate: Candidate, found: Found | None = None) -> None:
         """Print and write all that is wanted of ``candidate``, and of the search that found it."""
-        report, text = load("moe_comm.bench.report", "bench"), load("moe_comm.cli.plan_text", "train")
+        report, text = load("moe_comm.bench.common.report", "bench"), load("moe_comm.cli.plan_text", "train")
         answer = load("moe_comm.plan.answer", "train").answer(question, candidate, found)
         simulated = self._simulated(question, candidate)
         if simulated is not None:
@@ -245,7 +245,7 @@ def _search(question: Question, folded: bool | None, fixed: dict[str, Any], top:
         return
     nearest = question.candidate(found.nearest[0].mapping)
     told = load("moe_comm.plan.answer", "train").answer(question, nearest, found)
-    load("moe_comm.bench.report", "bench").write_json(told, outputs.json)
+    load("moe_comm.bench.common.report", "bench").write_json(told, outputs.json)
     raise MoeCommError(load("moe_comm.cli.plan_text", "train").nothing_fits(question, found))
 
 
@@ -278,13 +278,13 @@ def _measure_only(refused: dict[str, object]) -> None:
 
 def _calibrate(ranks: int, file: Path | None, json_out: str | None) -> None:
     path = file or _measured()
-    load("moe_comm.bench.report", "bench").check_writable(str(path))
+    load("moe_comm.bench.common.report", "bench").check_writable(str(path))
     description = load("moe_comm.plan.hardware_file", "train")
     cluster = load("moe_comm.plan.calibrate", "train").calibrate(
         ranks, say=lambda text: typer.echo(f"measuring {text}", err=True)
     )
     description.save(cluster, path)
-    load("moe_comm.bench.report", "bench").write_json(description.to_json(cluster), json_out)
+    load("moe_comm.bench.common.report", "bench").write_json(description.to_json(cluster), json_out)
     for line in load("moe_comm.cli.plan_text", "train").cluster_lines(cluster):
         typer.echo(line, err=json_out == "-")
     typer.echo(f"wrote {path}; use it with: moe-comm plan --hardware this-machine ...", err=json_out == "-")

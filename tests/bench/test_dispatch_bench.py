@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm.bench import dispatch, mpi_ranks, report
-from moe_comm.bench.case import (
+from moe_comm.bench.common import report
+from moe_comm.bench.common.case import (
     WrongAnswer,
     error_of,
     expected_rows,
@@ -22,7 +22,9 @@ from moe_comm.bench.case import (
     make_x,
     require,
 )
-from moe_comm.bench.settings import DISPATCH_PEERS, DispatchBench
+from moe_comm.bench.common.settings import DISPATCH_PEERS, DispatchBench
+from moe_comm.bench.dispatch import benchmark as dispatch
+from moe_comm.bench.dispatch import mpi_ranks
 from moe_comm.dispatch import make_dispatcher
 from moe_comm.errors import ConfigError
 

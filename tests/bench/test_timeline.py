@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_comm.bench.timeline import PRODUCT, ROWS, TRANSFER, WAIT, Span, Step, lanes, record, recording
-from moe_comm.bench.timeline_files import TRACKS, perfetto, picture
+from moe_comm.bench.overlap.timeline import PRODUCT, ROWS, TRANSFER, WAIT, Span, Step, lanes, record, recording
+from moe_comm.bench.overlap.timeline_files import TRACKS, perfetto, picture
 from moe_comm.dispatch.channel import Channel
 from moe_comm.kernels import expert_mm as kernel
 from moe_comm.overlap import matmul_combine

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import plot, sweep
-from moe_comm.bench.settings import DispatchBench
+from moe_comm.bench.common.settings import DispatchBench
 from moe_comm.errors import ConfigError
 
 TINY = DispatchBench(ranks=2, tokens=33, hidden=48, experts=7, top_k=3, warmup=1, iterations=2)
