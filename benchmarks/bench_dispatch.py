@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm.bench.case import Case, make_case
-from moe_comm.bench.dispatch import Ours, measure_all
-from moe_comm.bench.settings import DispatchBench
+from moe_comm.bench.common.case import Case, make_case
+from moe_comm.bench.common.settings import DispatchBench
+from moe_comm.bench.dispatch.benchmark import Ours, measure_all
 from moe_comm.dispatch import make_dispatcher
 
 SHAPES = {

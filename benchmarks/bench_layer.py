@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm.bench.layer import KINDS, Turn
-from moe_comm.bench.settings import LAYER_PRESETS, LayerBench
+from moe_comm.bench.common.settings import LAYER_PRESETS, LayerBench
+from moe_comm.bench.layer.benchmark import KINDS, Turn
 
 
 @pytest.mark.parametrize("name", ["moe_comm_ep1", "hf_grouped_mm"])

@@ -1,6 +1,6 @@
 """What clipping by the norm of all ranks costs: moe_comm.clip_grad_norm_ against torch.nn.utils.clip_grad_norm_.
 
-    python benchmarks/clip_norm.py --json benchmarks/results/clip_norm.json
+    python -m benchmarks.clip_norm --json benchmarks/results/clip_norm.json
 
 Each rank has half of the experts and all replicated parameters, ``--params`` elements over all ranks together. The two
 take turns in one run; of each turn the slowest rank counts. "torch" is torch's function on plain gradients, without
@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import moe_comm
-from moe_comm.bench.machine import facts
-from moe_comm.bench.race import Pairs
+from moe_comm.bench.common.machine import facts
+from moe_comm.bench.common.race import Pairs
 from moe_comm.runtime.launch import init_ranks, launch
 
 HIDDEN, FFN, EXPERTS = 256, 512, 8
@@ -41,7 +41,9 @@ class Model(nn.Module):
         layers = max(1, params // (2 * expert))
         router = moe_comm.RouterConfig(EXPERTS, 2)
         config = moe_comm.MoEConfig(hidden=HIDDEN, ffn=FFN, router=router)
-        self.moe = nn.ModuleList(moe_comm.MoELayer.build(config, group, seed=layer) for layer in range(layers))
+        built = [moe_comm.MoELayer.build(config, group, seed=layer) for layer in range(layers)]
+        self.experts: list[nn.Module] = [layer.experts for layer in built]
+        self.moe = nn.ModuleList(built)
         self.dense = nn.ModuleList(nn.Linear(HIDDEN, expert // HIDDEN, bias=False) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -84,7 +86,7 @@ def measure(params: int, rounds: int) -> dict[str, Any]:
                     times[name].append(float(taken))
         pairs = Pairs.of(times["torch"], times["ours"])
         held = sum(parameter.numel() for parameter in parameters)
-        experts = sum(p.numel() for layer in model.moe for p in layer.experts.parameters())
+        experts = sum(p.numel() for one in model.experts for p in one.parameters())
         return {
             "ranks": ranks.world,
             "params": held + experts * (ranks.world - 1),

@@ -1,7 +1,7 @@
 """Write the table of docs/gpu.md from what the compiled kernels take, so that no number is typed by hand.
 
-python -m moe_comm.gpu.ahead --csrc csrc --json benchmarks/results/cuda-resources.json
-python benchmarks/cuda_table.py
+python -m benchmarks.cuda_resources --csrc csrc --json benchmarks/results/cuda-resources.json
+python -m benchmarks.cuda_table
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from marked import fill
+from benchmarks.marked import fill
 
 ROOT = Path(__file__).parents[1]
 RESOURCES = ROOT / "benchmarks" / "results" / "cuda-resources.json"

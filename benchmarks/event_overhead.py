@@ -1,6 +1,6 @@
 """What recording costs a training step: steps with events on and off take turns in one process of each rank.
 
-    python benchmarks/event_overhead.py --ranks 2 --pairs 150 --json benchmarks/results/event_overhead.json
+    python -m benchmarks.event_overhead --ranks 2 --pairs 150 --json benchmarks/results/event_overhead.json
 
 With events on, a step does all that a run does: its spans, its line in ``ranks/``, and every ``--every`` steps its
 spans as lines. Of each step the slowest rank counts. ``ratio`` is the median over pairs of neighbouring steps of time
@@ -18,9 +18,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from moe_comm.bench.machine import facts
-from moe_comm.bench.parity_train import session
-from moe_comm.bench.race import Pairs, take_turns
+from moe_comm.bench.common.machine import facts
+from moe_comm.bench.common.race import Pairs, take_turns
+from moe_comm.bench.parity.training import session
 from moe_comm.runtime.event_reader import read_state
 from moe_comm.runtime.events import EVENTS
 from moe_comm.runtime.launch import init_ranks, launch

@@ -1,6 +1,6 @@
 """Write the measured tables of README.md and the docs from a folder of results, so that no number is typed by hand.
 
-    python benchmarks/fill_readme.py benchmarks/results/cpu-amd-epyc-avx2 [BLOCK ...]
+    python -m benchmarks.fill_readme benchmarks/results/cpu-amd-epyc-avx2 [BLOCK ...]
 
 Blocks: those of ``BLOCKS`` that are made, all if none is named. The folder holds what they are made of:
 dispatch-2-ranks.json, dispatch-4-ranks.json, small.json, layer-comm.json, layer-compute.json, train-comm.json,
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from marked import fill
+from benchmarks.marked import fill
 
 
 def load(folder: Path, name: str) -> dict[str, Any]:
@@ -184,10 +184,10 @@ def overlap_block(folder: Path) -> str:
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for one in layers["layer"]:
-        times = [f"{one[f'{name}_ms']:.0f}" for name in ("compute", "comm", "serial", "overlapped")]
+        shown = " | ".join(f"{one[f'{name}_ms']:.0f}" for name in ("compute", "comm", "serial", "overlapped"))
         hf = f"{one['hf_ep_ms']:.0f} | {one['speedup_vs_hf_ep']:.2f}x" if "hf_ep_ms" in one else "- | -"
         gains = f"{one['speedup_vs_serial']:.2f}x | {hf} | {one['hidden']:.2f}"
-        lines.append(f"| F {one['ffn']} | {' | '.join(times)} | {gains} |")
+        lines.append(f"| F {one['ffn']} | {shown} | {gains} |")
     s = layers["settings"]
     experts = f"{s['experts']} experts" if s["experts"] else "8 experts a rank"
     lines += [

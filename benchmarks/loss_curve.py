@@ -1,6 +1,6 @@
 """Loss against step of the ready configuration ``small``, folded and with experts on one rank each, as a plot.
 
-    python benchmarks/loss_curve.py --out docs/loss-small
+    python -m benchmarks.loss_curve --out docs/loss-small
 
 trains twice: as the configuration says (attention tp 2 x dp 2, experts ep 4), and the same with ep 1. Writes OUT.json
 and OUT.svg. The two must learn alike: where experts are changes only the order of some sums.
@@ -14,8 +14,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from moe_comm.bench.chart import Chart, Line
-from moe_comm.bench.machine import facts
+from benchmarks.chart import Chart, Line
+from moe_comm.bench.common.machine import facts
 from moe_comm.runtime.launch import init_ranks, launch
 from moe_comm.train import config as configuration
 from moe_comm.train import run
@@ -54,7 +54,7 @@ def main() -> None:
         common = [f"run.steps={given.steps}", f"run.folder={folder}", "run.sample_tokens=0", "checkpoint.every=0"]
         for name, extra in (("tp 2 x dp 2 | ep 4", []), ("tp 2 x dp 2 | ep 1", ["parallel.ep=1"])):
             found["runs"][name] = launch(train, ([*common, *extra],), ranks)[0]
-    lines = []
+    lines: list[Line] = []
     for name, one in found["runs"].items():
         ys = smooth(one["losses"])
         xs = [SMOOTH * (n + 0.5) for n in range(len(ys))]

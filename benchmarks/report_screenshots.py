@@ -1,6 +1,6 @@
 """The pictures of pages in docs/: reports of made-up runs of 2 and of 1,000 ranks, and a plan, by headless Chromium.
 
-    python benchmarks/report_screenshots.py [FOLDER]
+    python -m benchmarks.report_screenshots [FOLDER]
 
 Needs the extras observe and dev, and Debian's packages chromium and chromium-driver. FOLDER: docs.
 """
@@ -17,7 +17,6 @@ from PIL import Image
 from selenium import webdriver
 
 from moe_comm.observe.report import write_report
-from moe_comm.observe.synthetic import SlowLink, Straggler, SyntheticFault, SyntheticRun, write_run
 from moe_comm.plan.machine.hardware_table import cluster_named
 from moe_comm.plan.model.files import model_named
 from moe_comm.plan.model.load import Load
@@ -26,6 +25,7 @@ from moe_comm.plan.pages.plan_page import write_page
 from moe_comm.plan.pages.timeline import timeline
 from moe_comm.plan.search.question import Question
 from moe_comm.plan.step.simulate import simulate
+from tests.support.synthetic import SlowLink, Straggler, SyntheticFault, SyntheticRun, write_run
 
 WIDTH, COLORS, MOST_BYTES = 1280, 160, 400_000
 PLANNED = ("tp=2,pp=8", "tp=2,pp=4", "tp=4,pp=8", "tp=1,pp=8", "tp=4,pp=4", "tp=8,pp=4")

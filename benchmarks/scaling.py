@@ -1,6 +1,6 @@
 """Does time grow linearly, in tokens up to 65,536 a rank and in hidden size? Measures, plots, and says the slopes.
 
-    python benchmarks/scaling.py --ranks 2 --out benchmarks/results/scaling
+    python -m benchmarks.scaling --ranks 2 --out benchmarks/results/scaling
 
 writes OUT_tokens.{json,svg,html} and OUT_hidden.{json,svg,html}. The longest points move 134 MB a rank.
 """
@@ -11,8 +11,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from moe_comm.bench import plot, report, sweep
-from moe_comm.bench.settings import DispatchBench
+from benchmarks import plot, sweep
+from moe_comm.bench.common import report
+from moe_comm.bench.common.settings import DispatchBench
 
 SWEEPS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "tokens": (sweep.TOKENS, {"hidden": 64}),

@@ -6,6 +6,7 @@ An HTML comment that starts with ``run:`` is a block that the reader does not se
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shlex
@@ -86,15 +87,21 @@ def test_snippets_that_are_not_run_are_python(page: Path) -> None:
     compiled(page, "python no-run")
 
 
-def command_lines(page: Path) -> set[str]:
-    """Every ``moe-comm ...`` on a line of its own or in an inline span."""
+def command_lines(page: Path, start: str) -> set[str]:
+    """Every command that begins with the pattern ``start``, on a line of its own or in an inline span."""
     text = page.read_text()
-    inline = re.findall(r"`(moe-comm [^`…]*)`", text)
-    lines = re.findall(r"^(?:    )?(moe-comm [^\n`]*)$", text, re.MULTILINE)
+    inline = re.findall(rf"`({start}[^`…]*)`", text)
+    lines = re.findall(rf"^(?:    )?({start}[^\n`]*)$", text, re.MULTILINE)
     return {line.strip() for line in [*inline, *lines]}
 
 
-COMMANDS = sorted({(name_of(page), line) for page in PAGES for line in command_lines(page)})
+def commands(start: str) -> list[tuple[str, str]]:
+    return sorted({(name_of(page), line) for page in PAGES for line in command_lines(page, start)})
+
+
+COMMANDS = commands("moe-comm ")
+STUDIES = sorted(path.parent.name for path in (ROOT / "benchmarks").glob("*/__main__.py"))
+"""Packages of ``benchmarks`` that are commands with options of typer."""
 
 
 def find(words: list[str]) -> tuple[Any, list[str]]:
@@ -121,7 +128,22 @@ def test_commands_parse(page: str, line: str) -> None:
         )
         found.parallel.mapping(given.get("ranks") or found.parallel.ranks)
     if given.get("mappings"):
-        pytest.importorskip("moe_comm.bench.parity").chosen(given["mappings"])
+        pytest.importorskip("moe_comm.bench.parity.compare").chosen(given["mappings"])
+
+
+def study(name: str) -> Any:
+    pytest.importorskip("pydantic", reason="needs the train extra")
+    return typer.main.get_command(importlib.import_module(f"benchmarks.{name}.__main__").app)
+
+
+@pytest.mark.parametrize(("page", "line"), commands(r"python -m benchmarks\.\w+"))
+def test_studies_exist_and_parse(page: str, line: str) -> None:
+    module, *words = shlex.split(line, comments=True)[2:]
+    name = module.removeprefix("benchmarks.")
+    if name in STUDIES:
+        study(name).make_context(name, [PLACEHOLDERS.get(word, word) for word in words])
+    else:
+        assert (ROOT / "benchmarks" / f"{name}.py").is_file()
 
 
 def shell_lines(page: Path) -> Iterator[str]:
@@ -178,11 +200,24 @@ def names_of_commands(command: Any, prefix: str = "") -> Iterator[str]:
 
 @pytest.mark.parametrize("command", list(names_of_commands(typer.main.get_command(cli.app))))
 def test_every_option_of_a_command_is_in_its_table(command: str) -> None:
-    section = re.split(rf"^## moe-comm {command}$", (ROOT / "docs/cli.md").read_text(), flags=re.MULTILINE)[1]
-    rows = [row for row in re.split(r"^## ", section, flags=re.MULTILINE)[0].splitlines() if row.startswith("| `")]
-    named = {option for row in rows for option in re.findall(r"`(--[\w-]+)`", row.split(" | ")[0])}
-    options = {name for p in find(command.split())[0].params for name in (*p.opts, *p.secondary_opts)}
-    assert named == {name for name in options if name.startswith("--")} - {"--help"}
+    assert options_in_section("docs/cli.md", f"## moe-comm {command}") == options_of(find(command.split())[0])
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_option_of_a_study_is_in_its_table(name: str) -> None:
+    assert options_in_section("docs/benchmarks.md", f"### python -m benchmarks.{name}") == options_of(study(name))
+
+
+def options_in_section(page: str, heading: str) -> set[str]:
+    """Options in the first column of the tables below ``heading``."""
+    section = re.split(rf"^{re.escape(heading)}$", (ROOT / page).read_text(), flags=re.MULTILINE)[1]
+    rows = [row for row in re.split(r"^##+ ", section, flags=re.MULTILINE)[0].splitlines() if row.startswith("| `")]
+    return {option for row in rows for option in re.findall(r"`(--[\w-]+)`", row.split(" | ")[0])}
+
+
+def options_of(command: Any) -> set[str]:
+    options = {name for p in command.params for name in (*p.opts, *p.secondary_opts)}
+    return {name for name in options if name.startswith("--")} - {"--help"}
 
 
 def test_every_configuration_key_is_in_the_table_with_its_default() -> None:

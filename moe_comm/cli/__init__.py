@@ -41,7 +41,7 @@ def _versions() -> str:
     except metadata.PackageNotFoundError:
         torch = "not installed"
     try:
-        from moe_comm import _C
+        from moe_comm import _C  # here because it may not be built
     except ImportError as error:
         core = f"no ({error})"
     else:
@@ -77,37 +77,43 @@ app.add_typer(whatif.app)
 app.add_typer(faults.app)
 
 
-def run(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code; whatever was wrong is one line on standard error."""
+def run(arguments: Sequence[str] | None = None, command: typer.Typer = app, name: str = "moe-comm") -> int:
+    """Run a command and return its exit code; an error is printed as one line on standard error.
+
+    Args:
+        arguments: those of the command line; None takes them from ``sys.argv``.
+        command: another command that reports errors and exit codes in the same way.
+        name: what the command is called in help and errors.
+    """
     cpu_guard.apply()
     try:
-        code = app(args=None if arguments is None else list(arguments), prog_name="moe-comm", standalone_mode=False)
+        code = command(args=None if arguments is None else list(arguments), prog_name=name, standalone_mode=False)
     except _ClickError as error:
         # Its message carries the option and click's own "Did you mean"; it is empty where help was shown instead.
-        return _fail(error.format_message().replace("Value error, ", ""), USAGE_ERROR)  # type: ignore[attr-defined]
+        return _fail(name, error.format_message().replace("Value error, ", ""), USAGE_ERROR)  # type: ignore[attr-defined]
     except (ConfigError, MissingDependency) as error:
-        return _fail(error, USAGE_ERROR)
+        return _fail(name, error, USAGE_ERROR)
     except Interrupted as error:
-        return _fail(error, 128 + error.number)
+        return _fail(name, error, 128 + error.number)
     except (KeyboardInterrupt, typer.Abort):
-        return _fail("interrupted", 128 + signal.SIGINT)
+        return _fail(name, "interrupted", 128 + signal.SIGINT)
     except MoeCommError as error:
-        return _fail(error, 1)
+        return _fail(name, error, 1)
     except OSError as error:
         if error.filename is None:
             raise
-        return _fail(f"{error.filename}: {error.strerror}", USAGE_ERROR)
+        return _fail(name, f"{error.filename}: {error.strerror}", USAGE_ERROR)
     if code == 128 + signal.SIGINT:  # typer's own answer to an interrupt
-        return _fail("interrupted", code)
+        return _fail(name, "interrupted", code)
     return code if isinstance(code, int) else 0
 
 
-def _fail(error: object, code: int) -> int:
+def _fail(name: str, error: object, code: int) -> int:
     if details := getattr(error, "details", ""):
         print(details, file=sys.stderr)
     text = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
     if text:
-        print(f"moe-comm: error: {text}", file=sys.stderr)
+        print(f"{name}: error: {text}", file=sys.stderr)
     return code
 
 

@@ -48,11 +48,11 @@ def bench_dispatch(
     json_out: JsonOut = None,
 ) -> None:
     """Dispatch and combine against torch + gloo, MPICH, and the bare copy of the same bytes."""
-    settings = load("moe_comm.bench.settings", "bench")
+    settings = load("moe_comm.bench.common.settings", "bench")
     values = chosen(peers, ranks=ranks, tokens=tokens, hidden=hidden, experts=experts, top_k=top_k, dtype=dtype.value)
     values |= {"backend": backend, "device": device.value, "backward": backward}
     values |= {"warmup": warmup, "iterations": iterations, "seed": seed}
-    load("moe_comm.bench.dispatch", "bench").main(settings.DispatchBench(**values), json_out)
+    load("moe_comm.bench.dispatch.benchmark", "bench").main(settings.DispatchBench(**values), json_out)
 
 
 @bench.command("layer")
@@ -77,13 +77,13 @@ def bench_layer(
     json_out: JsonOut = None,
 ) -> None:
     """A whole MoE layer, forward and backward, against Hugging Face and torchtitan."""
-    settings = load("moe_comm.bench.settings", "bench")
+    settings = load("moe_comm.bench.common.settings", "bench")
     values = chosen(peers, ranks=ranks, tokens=tokens, hidden=hidden, experts=experts, top_k=top_k, dtype=dtype.value)
     values |= {"ffn": ffn, "backend": backend, "device": device.value, "memory": memory}
     values |= {"warmup": warmup, "iterations": iterations, "seed": seed}
     if preset is not None:
         values |= settings.LAYER_PRESETS[preset.value]
-    load("moe_comm.bench.layer", "bench").main(settings.LayerBench(**values), json_out)
+    load("moe_comm.bench.layer.benchmark", "bench").main(settings.LayerBench(**values), json_out)
 
 
 @bench.command("train")
@@ -103,11 +103,11 @@ def bench_train(
     json_out: JsonOut = None,
 ) -> None:
     """Whole training steps against Hugging Face (EP with FSDP2, FSDP2, DDP), DeepSpeed's AutoEP, and one process."""
-    settings = load("moe_comm.bench.train_settings", "bench")
+    settings = load("moe_comm.bench.train.settings", "bench")
     given = {"layers": layers, "seq_len": seq_len, "batch": batch}
     values = chosen(peers, ranks=ranks, sharding=sharding, warmup=warmup, steps=steps, seed=seed)
     values |= settings.TRAIN_PRESETS[preset.value] | {key: value for key, value in given.items() if value is not None}
-    load("moe_comm.bench.train", "bench").main(settings.TrainBench(**values), json_out)
+    load("moe_comm.bench.train.benchmark", "bench").main(settings.TrainBench(**values), json_out)
 
 
 @bench.command("overlap")
@@ -146,7 +146,7 @@ def bench_overlap(
     json_out: JsonOut = None,
 ) -> None:
     """What the fused operators and MoE layers hide between hosts with a shaped link. Needs root and iproute2."""
-    module = load("moe_comm.bench.overlap", "bench")
+    module = load("moe_comm.bench.overlap.benchmark", "bench")
     values: dict[str, Any] = {"hosts": hosts, "ranks_per_host": ranks_per_host, "link_gbit": link_gbit, "width": width}
     values |= {"chunks": int(chunks) if chunks.isdecimal() else chunks, "deterministic": deterministic}
     values |= {"layer": layer and not sweep, "peers": hf, "tokens": tokens, "hidden": hidden, "experts": experts}
@@ -173,7 +173,7 @@ def bench_hierarchical(
     json_out: JsonOut = None,
 ) -> None:
     """Dispatch and combine in two levels against plain all-to-all, between hosts with a shaped link. Needs root."""
-    module = load("moe_comm.bench.hierarchical", "bench")
+    module = load("moe_comm.bench.dispatch.hierarchical", "bench")
     values = {"hosts": hosts, "ranks_per_host": ranks_per_host, "link_gbit": link_gbit, "tokens": tokens}
     values |= {"hidden": hidden, "experts": experts, "top_k": top_k, "warmup": warmup, "rounds": rounds, "seed": seed}
     module.main(module.HierarchicalBench(**values), json_out)
@@ -192,22 +192,7 @@ def bench_plan(
     json_out: JsonOut = None,
 ) -> None:
     """Steps of mappings on this machine, measured and predicted; and whether planning picks the fastest."""
-    settings = load("moe_comm.bench.plan_settings", "bench")
+    settings = load("moe_comm.bench.plan.settings", "bench")
     cases = tuple(case for case in settings.CASES if (not ranks or case.ranks in ranks) and (hosts or case.hosts == 1))
     values: dict[str, Any] = {"link_gbit": link_gbit, "warmup": warmup, "steps": steps, "seed": seed, "cases": cases}
-    load("moe_comm.bench.plan_bench", "bench").main(settings.PlanBench(**values), json_out)
-
-
-@bench.command("diagnosis")
-def bench_diagnosis(
-    slow: Annotated[int, typer.Option(min=0, help="Cases of a slow rank.")] = 80,
-    links: Annotated[int, typer.Option(min=0, help="Cases of a slow link.")] = 60,
-    hangs: Annotated[int, typer.Option(min=0, help="Cases of a rank that is stuck or dies.")] = 60,
-    ranks: Annotated[int, typer.Option(min=2, help="Of runs on this host.")] = 4,
-    hosts: Annotated[int, typer.Option(min=3, help="Network namespaces to make, each a host with a rank.")] = 3,
-    seed: Seed = 0,
-    json_out: JsonOut = None,
-) -> None:
-    """Whether `moe-comm diagnose` names the right one, in training with faults on purpose. Slow links need root."""
-    module = load("moe_comm.bench.diagnosis", "bench")
-    module.main(module.Cases(slow, links, hangs, ranks, hosts, seed), json_out)
+    load("moe_comm.bench.plan.benchmark", "bench").main(settings.PlanBench(**values), json_out)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
+from moe_comm.bench.parity.cases import QUICK
 from moe_comm.cli.options import (
     Backend,
     Config,
@@ -35,6 +36,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Look at this machine: what is there, what each backend can do, and what to do about what is missing."""
+    # These load torch, which takes seconds; help and other commands do without.
     from moe_comm.dispatch.doctor import look_at_gpus, show_choices
     from moe_comm.runtime import doctor as examination
 
@@ -55,7 +57,7 @@ def mesh(
     ranks: Annotated[int | None, typer.Option(min=1, help="Ranks to lay out.  [default: parallel.ranks]")] = None,
 ) -> None:
     """Show which rank sits where on both sides of a folded mapping, and over which ranks gradients are summed."""
-    from moe_comm.topology import picture
+    from moe_comm.topology import picture  # loads torch
 
     configuration = load("moe_comm.train.config", "train")
     found = configuration.load(config, [*(overrides or []), *(settings or [])])
@@ -81,6 +83,7 @@ def check_grads(
     seed: Seed = 0,
 ) -> None:
     """Compare an expert-parallel layer's output and every gradient with one rank's and with float64."""
+    # Both load torch.
     from moe_comm.layers.grad_check import CASES, CheckGradsConfig
     from moe_comm.layers.router import Score
 
@@ -109,6 +112,7 @@ def check_grads(
 
 
 def _check_grads_rank(config: CheckGradsConfig) -> GradReport | None:
+    # Only ranks load torch, not the process that starts them.
     import torch.distributed as dist
 
     from moe_comm.layers.grad_check import run_check_grads
@@ -132,10 +136,8 @@ def parity(
     json_out: JsonOut = None,
 ) -> None:
     """Train the same model on one process and on every mapping, and compare losses, gradient norms and weights."""
-    from moe_comm.bench.parity_cases import QUICK
-
     names = [*(mappings or []), *(QUICK if quick else ())]
-    module = load("moe_comm.bench.parity", "train")
+    module = load("moe_comm.bench.parity.compare", "train")
     chosen = [one_of("optimizer", name, tuple(module.SETTINGS)) for name in optimizers or module.OPTIMIZERS]
     if not module.main(json_out, steps=steps, names=names, optimizers=chosen, settings=settings or []):
         raise typer.Exit(1)

@@ -1,17 +1,15 @@
-"""``moe-comm inject`` and ``moe-comm soak``: faults on purpose, and what became of them."""
+"""``moe-comm inject``: train with injected faults, and report what was detected and recovered."""
 
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from moe_comm.cli.options import Config, JsonOut, Overrides, Settings, load
+from moe_comm.cli.options import Config, Overrides, Settings, load
 from moe_comm.cli.train import LOADED, check_faults, train_rank
-from moe_comm.errors import MoeCommError
 from moe_comm.runtime.launch import launch
 
 app = typer.Typer()
@@ -64,28 +62,3 @@ def _told(run: Path) -> str:
         recovered = f"recovered after {answer.recovered_s:.2f} s" if known else "not recovered"
         lines.append(f"  step {one.step}, rank {one.rank}: {one.fault}: {noticed}, {recovered}")
     return "\n".join(lines if len(lines) > 1 else [f"{run}: no fault happened"])
-
-
-@app.command()
-def soak(
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks to start here.")] = 4,
-    faults: Annotated[int, typer.Option(min=1, help="How many.")] = 1100,
-    seed: Annotated[int, typer.Option(min=0, help="Of kinds, ranks and places.")] = 0,
-    stuck_s: Annotated[float, typer.Option(min=0.1, help="When a rank counts as stuck; see watch.stuck_s.")] = 2.0,
-    kind: Annotated[list[str] | None, typer.Option(help="Only faults of this kind; repeat for more.")] = None,
-    folder: Annotated[
-        Path | None, typer.Option(help="Keep everything here; an interrupted soak goes on.  [default: a temporary one]")
-    ] = None,
-    json_out: JsonOut = None,
-) -> None:
-    """Train a tiny model through faults of all kinds; its bits must be those of a run without any."""
-    bench = load("moe_comm.bench.soak", "bench")
-    report = load("moe_comm.bench.report", "bench")
-    report.check_writable(json_out)
-    with tempfile.TemporaryDirectory(prefix="moe_comm-soak-") as temporary:
-        settings = bench.Soak(folder or Path(temporary), ranks, faults, seed, stuck_s, tuple(kind or ()))
-        found: dict[str, Any] = bench.run(settings, lambda text: typer.echo(text, err=json_out == "-"))
-    report.write_json(found, json_out)
-    typer.echo(bench.table(found), err=json_out == "-")
-    if problems := bench.problems(found):
-        raise MoeCommError("; ".join(problems))

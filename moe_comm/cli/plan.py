@@ -125,7 +125,6 @@ def plan(
     ] = None,
     trace: Annotated[Path | None, _option("Write the step as a Perfetto trace.", "FILE")] = None,
     page: Annotated[Path | None, _option("Write a page of HTML about it.", "FILE")] = None,
-    validate: Annotated[bool, typer.Option("--validate", help="Instead: errors against published tables.")] = False,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Instead: measure this machine.")] = False,
     ranks: Annotated[int | None, _option("To measure with.", by="2", min=1)] = None,
     hardware_file: Annotated[Path | None, _option("This machine's description.", "FILE", by="in the cache")] = None,
@@ -136,7 +135,7 @@ def plan(
     outputs.check()
     needed: dict[str, object] = {"--model": model, "--gpus": gpus, "--hardware": hardware, "--seq-len": seq_len}
     needed["--global-batch"] = global_batch
-    if validate or calibrate:
+    if calibrate:
         others: dict[str, object] = {
             "--mapping": mapping,
             "--top": top,
@@ -145,13 +144,11 @@ def plan(
             "--trace": trace,
             "--page": page,
         }
-        _one_mode({"--validate": validate, "--calibrate": calibrate}, needed | others)
+        _measure_only(needed | others)
     if not calibrate and ranks is not None:
         raise ConfigError("--ranks is for --calibrate; --gpus says how many accelerators to plan for")
     if calibrate:
         _calibrate(ranks or RANKS, hardware_file, json_out)
-    elif validate:
-        _validate(json_out)
     else:
         if capacity_factor is not None and not 0 < capacity_factor < math.inf:
             raise ConfigError(f"--capacity-factor must be a finite number above 0; got {capacity_factor}")
@@ -162,7 +159,7 @@ def plan(
         if model is None or gpus is None or hardware is None or seq_len is None or global_batch is None:
             raise ConfigError(f"missing option {next(name for name, value in needed.items() if value is None)}")
         question = load("moe_comm.plan.search.question", "train").Question(
-            load("moe_comm.train.plan_config", "train").model_named(model),
+            load("moe_comm.plan.model.files", "train").model_named(model),
             _cluster(hardware, hardware_file, gpus, host_size),
             load("moe_comm.plan.model.load", "train").Load.assumed(seq_len, dtype.value, capacity_factor, imbalance),
             global_batch,
@@ -193,11 +190,11 @@ class _Outputs:
     def check(self) -> None:
         """Before anything is computed. Raises OSError for what cannot be written."""
         for path in (self.json, self.config, self.trace, self.page):
-            load("moe_comm.bench.report", "bench").check_writable(None if path is None else str(path))
+            load("moe_comm.bench.common.report", "bench").check_writable(None if path is None else str(path))
 
     def write(self, question: Question, candidate: Candidate, found: Found | None = None) -> None:
         """Print and write all that is wanted of ``candidate``, and of the search that found it."""
-        report, text = load("moe_comm.bench.report", "bench"), load("moe_comm.cli.plan_text", "train")
+        report, text = load("moe_comm.bench.common.report", "bench"), load("moe_comm.cli.plan_text", "train")
         answer = load("moe_comm.plan.search.answer", "train").answer(question, candidate, found)
         simulated = self._simulated(question, candidate)
         if simulated is not None:
@@ -250,7 +247,7 @@ def _search(question: Question, folded: bool | None, fixed: dict[str, Any], top:
         return
     nearest = question.candidate(found.nearest[0].mapping)
     told = load("moe_comm.plan.search.answer", "train").answer(question, nearest, found)
-    load("moe_comm.bench.report", "bench").write_json(told, outputs.json)
+    load("moe_comm.bench.common.report", "bench").write_json(told, outputs.json)
     raise MoeCommError(load("moe_comm.cli.plan_text", "train").nothing_fits(question, found))
 
 
@@ -274,31 +271,22 @@ def _measured() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_comm" / "hardware.json"
 
 
-def _one_mode(modes: dict[str, bool], refused: dict[str, object]) -> None:
-    asked = [name for name, wanted in modes.items() if wanted]
+def _measure_only(refused: dict[str, object]) -> None:
+    """Raise ConfigError if an option of planning was given beside ``--calibrate``."""
     given = [name for name, value in refused.items() if value is not None]
-    if len(asked) > 1 or given:
-        raise ConfigError(f"{asked[0]} does not go with {(asked[1:] + given)[0]}")
-
-
-def _validate(json_out: str | None) -> None:
-    predict = load("moe_comm.plan.published_step", "train").predict_step
-    found = load("moe_comm.plan.validate", "train").validate(predict)
-    load("moe_comm.bench.report", "bench").write_json(
-        load("moe_comm.plan.search.answer", "train").validation(found), json_out
-    )
-    typer.echo(found.text(), err=json_out == "-")
+    if given:
+        raise ConfigError(f"--calibrate does not go with {given[0]}")
 
 
 def _calibrate(ranks: int, file: Path | None, json_out: str | None) -> None:
     path = file or _measured()
-    load("moe_comm.bench.report", "bench").check_writable(str(path))
+    load("moe_comm.bench.common.report", "bench").check_writable(str(path))
     description = load("moe_comm.plan.machine.hardware_file", "train")
     cluster = load("moe_comm.bench.calibrate.machine", "train").calibrate(
         ranks, say=lambda text: typer.echo(f"measuring {text}", err=True)
     )
     description.save(cluster, path)
-    load("moe_comm.bench.report", "bench").write_json(description.to_json(cluster), json_out)
+    load("moe_comm.bench.common.report", "bench").write_json(description.to_json(cluster), json_out)
     for line in load("moe_comm.cli.plan_text", "train").cluster_lines(cluster):
         typer.echo(line, err=json_out == "-")
     typer.echo(f"wrote {path}; use it with: moe-comm plan --hardware this-machine ...", err=json_out == "-")

@@ -85,7 +85,7 @@ def check_faults(config: Any) -> None:
 
 def train_rank(config: str, overrides: list[str], timeout_s: float) -> int:
     """Body of a rank. Returns the signal that ended the run; 0: none."""
-    from moe_comm import train as training
+    from moe_comm import train as training  # loads torch, in ranks only
 
     with init_ranks(None, timeout_s) as ranks:
         again = []

@@ -39,7 +39,7 @@ def tune(
     json_out: JsonOut = None,
 ) -> None:
     """Measure in how many chunks, or with which kernel, operators are fastest here; store it for Overlap("auto")."""
-    module = load("moe_comm.bench.tune", "bench")
+    module = load("moe_comm.bench.tune.measure", "bench")
     values: dict[str, Any] = {
         "hosts": hosts,
         "ranks_per_host": ranks if hosts == 1 else ranks_per_host,

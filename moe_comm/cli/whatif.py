@@ -25,7 +25,7 @@ def whatif(
     ] = None,
 ) -> None:
     """Say how much slower a run was than if nothing had been slower than its like, and what made it so."""
-    report, told = load("moe_comm.bench.report", "bench"), load("moe_comm.plan.whatif.text", "observe")
+    report, told = load("moe_comm.bench.common.report", "bench"), load("moe_comm.plan.whatif.text", "observe")
     for path in (json_out, page):
         report.check_writable(None if path is None else str(path))
     what_if = load("moe_comm.plan.whatif.analysis", "observe").what_if

@@ -8,15 +8,18 @@ return.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from moe_comm.errors import KernelError
 from moe_comm.gpu import nvrtc
-from moe_comm.gpu.launch import Packer, Words, driver_starter, kernel_fields
+from moe_comm.gpu.arguments import Packer, Words, kernel_fields, native_core
+
+if TYPE_CHECKING:
+    from moe_comm import _C
 
 LIBRARY = "libcuda.so.1"
 LAUNCHING = (
@@ -73,6 +76,17 @@ class Driver:
             if function(status, ctypes.byref(text)) == 0 and text.value:
                 found.append(text.value.decode())
         return f"error {status}" + (f" ({': '.join(found)})" if found else "")
+
+
+def driver_starter(calls: Mapping[str, int], context: int, functions: Mapping[str, int]) -> _C.P2pStarter:
+    """A ``starter`` that calls the CUDA driver.
+
+    Args:
+        calls: addresses of the driver's functions by name. context: to launch in.
+        functions: of every kernel, as the driver has loaded them.
+    """
+    made: _C.P2pStarter = native_core().P2pStarter.driver(calls, context, functions)
+    return made
 
 
 class NvrtcLauncher:

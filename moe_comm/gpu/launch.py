@@ -1,37 +1,31 @@
 """Launches of the kernels in csrc/cuda: on a GPU, on the CPU by the same source, or only written down.
 
-A kernel takes one struct of 8-byte words by value. What they are called is declared once, in csrc/cuda/args.h, and the
-native core tells it. A launcher starts single kernels, whose words are given by name, so that one left out or misspelt
-is an error before anything runs; whole operations start theirs in native code (``make_plan``).
+A launcher starts single kernels. Their words (``arguments``) are given by name, so that one left out or misspelt is an
+error before anything runs. Native code starts the kernels of whole operations (``make_plan``).
 """
 
 from __future__ import annotations
 
 import re
-import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
-from moe_comm.errors import ConfigError, KernelError, MissingDependency
+from moe_comm.errors import KernelError, MissingDependency
+from moe_comm.gpu import nvrtc
+from moe_comm.gpu.arguments import Fields, Packer, Words, kernel_fields, native_core, unpack
+from moe_comm.gpu.driver import nvrtc_launcher
 
 if TYPE_CHECKING:
     from moe_comm import _C
 
 Machine = Literal["cuda", "host"]
 
-Words = Mapping[str, int]
-"""A kernel's arguments by name: numbers, and addresses (0: nothing there)."""
-
 NEEDED = -1
 PTX_FROM = 80
 """The compute capability that nvcc leaves PTX of; see CMakeLists.txt."""
-Fields = Mapping[str, Sequence[str]]
-"""The names of each kernel's words, in order."""
 
 
 class Launcher(Protocol):
@@ -51,71 +45,6 @@ class Launcher(Protocol):
         ...
 
 
-class Packer:
-    """Words by name to the struct that a kernel takes."""
-
-    def __init__(self, fields: Fields) -> None:
-        self.fields = {kernel: tuple(names) for kernel, names in fields.items()}
-        self._structs = {kernel: struct.Struct(f"={len(names)}q") for kernel, names in self.fields.items()}
-        self._in_order = {kernel: _looked_up(names) for kernel, names in self.fields.items()}
-
-    def pack(self, kernel: str, words: Words) -> bytes:
-        """The struct's bytes.
-
-        Raises:
-            ConfigError: see ``Launcher.launch``; or a word that no int64 holds.
-        """
-        names = self.fields.get(kernel)
-        if names is None:
-            raise ConfigError(f"there is no kernel {kernel!r}; known: {', '.join(sorted(self.fields))}")
-        try:
-            if len(words) == len(names):
-                return self._structs[kernel].pack(*self._in_order[kernel](words))
-        except KeyError:
-            pass
-        except struct.error as error:
-            raise ConfigError(f"kernel {kernel!r}: a word is no int64 ({error}): {dict(words)}") from None
-        missing, unknown = sorted(set(names) - set(words)), sorted(set(words) - set(names))
-        raise ConfigError(
-            f"kernel {kernel!r}: missing words {missing}, unknown words {unknown}; it takes {list(names)}"
-        )
-
-
-def _looked_up(names: Sequence[str]) -> Callable[[Words], tuple[int, ...]]:
-    """The words of these names, without a loop in Python where ``itemgetter`` gives a tuple."""
-    return itemgetter(*names) if len(names) > 1 else lambda words: tuple(words[name] for name in names)
-
-
-def _core() -> ModuleType:
-    try:
-        from moe_comm import _C
-    except ImportError as error:
-        raise MissingDependency(
-            f"the native core moe_comm._C is not built ({error}); run `pip install -e .`"
-        ) from error
-    if not hasattr(_C, "P2pPlan") or not hasattr(_C, "cuda_archs"):
-        raise MissingDependency("this build of moe_comm._C has no peer-to-peer kernels; run `pip install -e .` again")
-    return _C
-
-
-def kernel_fields() -> dict[str, tuple[str, ...]]:
-    """The words of every kernel, as the native core was compiled with.
-
-    Raises:
-        MissingDependency: there is no native core.
-    """
-    return {kernel: tuple(names) for kernel, names in _core().p2p_words().items()}
-
-
-def kernel_constants() -> dict[str, int]:
-    """The named numbers of csrc/cuda/args.h.
-
-    Raises:
-        MissingDependency: there is no native core.
-    """
-    return dict(_core().p2p_constants())
-
-
 def starter_of(launcher: Launcher) -> _C.P2pStarter:
     """What native code starts kernels with: the launcher's own ``starter``, or else its ``launch``."""
     own: _C.P2pStarter | None = getattr(launcher, "starter", None)
@@ -126,18 +55,7 @@ def starter_of(launcher: Launcher) -> _C.P2pStarter:
     def start(kernel: str, grid: int, block: int, shared: int, stream: int, packed: bytes) -> None:
         launcher.launch(kernel, grid, block, shared, stream, unpack(fields[kernel], packed))
 
-    made: _C.P2pStarter = _core().P2pStarter.python(start)
-    return made
-
-
-def driver_starter(calls: Mapping[str, int], context: int, functions: Mapping[str, int]) -> _C.P2pStarter:
-    """A ``starter`` that calls the CUDA driver.
-
-    Args:
-        calls: addresses of the driver's functions by name. context: to launch in.
-        functions: of every kernel, as the driver has loaded them.
-    """
-    made: _C.P2pStarter = _core().P2pStarter.driver(calls, context, functions)
+    made: _C.P2pStarter = native_core().P2pStarter.python(start)
     return made
 
 
@@ -160,13 +78,15 @@ def make_plan(
     Raises:
         MissingDependency: there is no native core.
     """
-    made: _C.P2pPlan = _core().P2pPlan(starter, group, offsets, headers_at, all_headers_at, host_counts_at, left_at)
+    made: _C.P2pPlan = native_core().P2pPlan(
+        starter, group, offsets, headers_at, all_headers_at, host_counts_at, left_at
+    )
     return made
 
 
 def block_threads(kernel: str) -> int:
     """Of each block of ``kernel`` in an operation."""
-    threads: int = _core().p2p_threads()[kernel]
+    threads: int = native_core().p2p_threads()[kernel]
     return threads
 
 
@@ -178,17 +98,12 @@ def matrix_of_memory(
     Args:
         at: its address. code, bits: of the elements, device_type: as DLPack has them.
     """
-    return _core().p2p_tensor(at, rows, columns, code, bits, device_type, device, owner)
-
-
-def unpack(names: Sequence[str], packed: bytes) -> dict[str, int]:
-    """A kernel's struct as words by name."""
-    return dict(zip(names, struct.unpack(f"={len(names)}q", packed), strict=True))
+    return native_core().p2p_tensor(at, rows, columns, code, bits, device_type, device, owner)
 
 
 def needed_shared_bytes(kernel: str, block: int, packed: bytes) -> int:
     """Dynamic shared memory of a block of ``block`` threads, which some words decide. packed: the kernel's struct."""
-    needed: int = _core().p2p_shared_bytes(kernel, block, packed)
+    needed: int = native_core().p2p_shared_bytes(kernel, block, packed)
     return needed
 
 
@@ -198,7 +113,7 @@ def compiled_archs() -> tuple[str, ...]:
     Raises:
         MissingDependency: there is no native core.
     """
-    archs: str = _core().cuda_archs()
+    archs: str = native_core().cuda_archs()
     return tuple(archs.split(",")) if archs else ()
 
 
@@ -212,8 +127,6 @@ def compiled_for(archs: Sequence[str], capability: tuple[int, int]) -> str:
 
 def cuda_kernels_at_hand(device: torch.device) -> bool:
     """Whether ``cuda_launcher`` finds kernels for ``device``. Asks the driver only what it is."""
-    from moe_comm.gpu import nvrtc
-
     try:
         capability = torch.cuda.get_device_capability(device)
         if not compiled_for(compiled_archs(), capability):
@@ -232,8 +145,6 @@ def cuda_launcher(device: torch.device) -> Launcher:
     """
     if compiled_for(compiled_archs(), torch.cuda.get_device_capability(device)):
         return NativeLauncher("cuda", device)
-    from moe_comm.gpu.driver import nvrtc_launcher
-
     return nvrtc_launcher(device.index if device.index is not None else torch.cuda.current_device())
 
 
@@ -248,7 +159,7 @@ class NativeLauncher:
     """
 
     def __init__(self, machine: Machine, device: torch.device | None = None) -> None:
-        starters = _core().P2pStarter
+        starters = native_core().P2pStarter
         self._packer = Packer(kernel_fields())
         index = None if device is None else device.index
         if machine == "cuda" and index is None:

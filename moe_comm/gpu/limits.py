@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from moe_comm.errors import ConfigError
-from moe_comm.gpu.launch import Packer, block_threads, kernel_fields, needed_shared_bytes
+from moe_comm.gpu.arguments import Packer, kernel_fields
+from moe_comm.gpu.launch import block_threads, needed_shared_bytes
 
 UNASKED = 48 << 10
 """Bytes of shared memory that any GPU gives a block."""

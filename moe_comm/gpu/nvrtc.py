@@ -184,7 +184,7 @@ def carried_sources() -> dict[str, str]:
         MissingDependency: there is no native core, or it is older than these kernels.
     """
     try:
-        from moe_comm import _C
+        from moe_comm import _C  # here because it may not be built
     except ImportError as error:
         raise MissingDependency(f"the native core moe_comm._C is not built ({error}); run `pip install .`") from error
     if not hasattr(_C, "cuda_sources"):

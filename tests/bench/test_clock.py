@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from moe_comm.bench.clock import Clock, summarise, sync_alone
-from moe_comm.bench.ranks import cores_of_rank, pinned
-from moe_comm.bench.settings import DispatchBench
+from moe_comm.bench.common.clock import Clock, summarise, sync_alone
+from moe_comm.bench.common.ranks import cores_of_rank, pinned
+from moe_comm.bench.common.settings import DispatchBench
 from moe_comm.errors import ConfigError
 
 

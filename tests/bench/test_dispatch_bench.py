@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm.bench import dispatch, mpi_ranks, report, sweep
-from moe_comm.bench.case import (
+from moe_comm.bench.common import report
+from moe_comm.bench.common.case import (
     WrongAnswer,
     error_of,
     expected_rows,
@@ -22,7 +22,9 @@ from moe_comm.bench.case import (
     make_x,
     require,
 )
-from moe_comm.bench.settings import DISPATCH_PEERS, DispatchBench
+from moe_comm.bench.common.settings import DISPATCH_PEERS, DispatchBench
+from moe_comm.bench.dispatch import benchmark as dispatch
+from moe_comm.bench.dispatch import mpi_ranks
 from moe_comm.dispatch import make_dispatcher
 from moe_comm.errors import ConfigError
 
@@ -119,35 +121,6 @@ def test_inputs_are_seeded_distinct_and_differ_between_ranks() -> None:
     assert expected_y(case).shape == case.x_TD.shape
 
 
-def test_sweep_reports_growth_per_line(tmp_path: Path) -> None:
-    from moe_comm.bench import plot
-
-    base = replace(TINY, ranks=1, peers=("torch_gloo",))
-    found = sweep.run(sweep.Sweep(base, "hidden", (16, 32)))
-    assert found["values"] == [16, 32]
-    assert set(found["milliseconds"]) == set(found["linearity"])
-    assert "torch_gloo dispatch" in found["milliseconds"]
-    svg = plot.write(found, tmp_path / "plot")[0].read_text()
-    assert svg.startswith("<svg") and svg.count("<polyline") > len(found["milliseconds"])
-
-
-def test_small_batches_are_measured_in_a_row_and_after_a_barrier(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sweep, "SMALL", (1, 3))
-    found = sweep.small(replace(TINY, ranks=1), str(tmp_path / "small.json"))
-    assert json.loads((tmp_path / "small.json").read_text()).keys() == found.keys()
-    for way, in_a_row in (("in_a_row", sweep.IN_A_ROW), ("after_a_barrier", 1)):
-        assert set(found[way]["overhead_us"]) == {1, 3}
-        assert found[way]["settings"]["in_a_row"] == in_a_row
-
-
-def test_linearity_of_a_straight_line_is_one() -> None:
-    line = sweep.linearity((10, 100, 1000), [1.0, 10.0, 100.0])
-    assert line["log_slope"] == pytest.approx(1.0)
-    assert line["unit_cost_ratio"] == pytest.approx(1.0)
-
-
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -163,11 +136,6 @@ def test_linearity_of_a_straight_line_is_one() -> None:
 def test_bad_settings_are_named(change: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         replace(TINY, **change)
-
-
-def test_a_sweep_must_increase() -> None:
-    with pytest.raises(ConfigError, match="increase"):
-        sweep.Sweep(TINY, "tokens", (8, 4))
 
 
 def test_a_result_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:

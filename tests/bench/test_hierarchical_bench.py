@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_comm.bench import hierarchical
-from moe_comm.bench.hosts import why_not
+from moe_comm.bench.dispatch import hierarchical
+from moe_comm.bench.hosts.namespaces import why_not
 from moe_comm.errors import ConfigError
 
 TINY = hierarchical.HierarchicalBench(tokens=64, hidden=256, experts=8, top_k=4, warmup=0, rounds=1)
@@ -31,7 +31,7 @@ def test_every_way_is_checked_timed_and_its_bytes_counted(tmp_path: Path) -> Non
 
 
 def test_without_the_means_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_comm.bench.hosts.os.geteuid", lambda: 1000)
+    monkeypatch.setattr("moe_comm.bench.hosts.namespaces.os.geteuid", lambda: 1000)
     with pytest.raises(ConfigError, match="root"):
         hierarchical.main(TINY)
 

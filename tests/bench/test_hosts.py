@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_comm.bench.host_ranks import measure_links, run_on_hosts
-from moe_comm.bench.hosts import Hosts, burst_bytes, why_not
+from moe_comm.bench.hosts.namespaces import Hosts, burst_bytes, why_not
+from moe_comm.bench.hosts.ranks import measure_links, run_on_hosts
 from moe_comm.errors import ConfigError, RoutingError
 from moe_comm.runtime.launch import RankFailed
 from tests.bench import host_work
@@ -127,8 +127,7 @@ def test_hosts_go_when_the_block_ends_by_an_exception(able: None) -> None:
 
 MAKER = """
 import os, signal, sys
-from moe_comm.bench.hosts import Hosts
-from moe_comm.bench.host_ranks import run_on_hosts
+from moe_comm.bench.hosts import Hosts, run_on_hosts
 
 def hang():
     os.write(1, b"%d\\n" % os.getpid())  # in one piece: two ranks write

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm.bench import layer
-from moe_comm.bench.case import WrongAnswer
-from moe_comm.bench.layer_peers import Weights
-from moe_comm.bench.settings import LAYER_PRESETS, LayerBench
+from moe_comm.bench.common.case import WrongAnswer
+from moe_comm.bench.common.settings import LAYER_PRESETS, LayerBench
+from moe_comm.bench.layer import benchmark as layer
+from moe_comm.bench.layer.peers import Weights
 from moe_comm.errors import ConfigError
 
 pytest.importorskip("transformers")

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_comm.bench.layer_peers import HuggingFace, Weights
-from moe_comm.bench.layer_sonic import SonicMoE
-from moe_comm.bench.settings import LayerBench
+from moe_comm.bench.common.settings import LayerBench
+from moe_comm.bench.layer.peers import HuggingFace, Weights
+from moe_comm.bench.layer.sonic import SonicMoE
 
 pytest.importorskip("transformers")
 

@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_comm.bench import overlap, overlap_experts, report
-from moe_comm.bench.case import WrongAnswer
-from moe_comm.bench.hosts import why_not
-from moe_comm.bench.overlap_case import DIRECTIONS, OPERATORS, PARTS, Machine, OverlapBench, hidden_of
-from moe_comm.bench.overlap_layer import LayerContest, widths
+from moe_comm.bench.common import report
+from moe_comm.bench.common.case import WrongAnswer
+from moe_comm.bench.hosts.namespaces import why_not
+from moe_comm.bench.overlap import benchmark as overlap
+from moe_comm.bench.overlap import experts as overlap_experts
+from moe_comm.bench.overlap.case import DIRECTIONS, OPERATORS, PARTS, Machine, OverlapBench, hidden_of
+from moe_comm.bench.overlap.layer import LayerContest, widths
 from moe_comm.errors import ConfigError, MissingDependency
 from tests.pool import RankPool
 
@@ -59,10 +61,10 @@ def test_operators_and_layer_are_checked_and_timed_between_hosts(tmp_path: Path)
 
 def test_without_the_means_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("moe_comm.bench.hosts.os.geteuid", lambda: 1000)
+        patch.setattr("moe_comm.bench.hosts.namespaces.os.geteuid", lambda: 1000)
         with pytest.raises(ConfigError, match="root"):
             overlap.main(TINY)
-    monkeypatch.setattr("moe_comm.bench.timeline_files.util.find_spec", lambda name: None)
+    monkeypatch.setattr("moe_comm.bench.overlap.timeline_files.util.find_spec", lambda name: None)
     with pytest.raises(MissingDependency, match=r"perfetto.*moe_comm\[bench\]"):
         overlap.main(TINY, trace="out.perfetto-trace")
 

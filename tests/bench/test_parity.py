@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_comm.bench import parity
-from moe_comm.bench.parity_cases import CASES, PIPELINES, QUICK, Case
-from moe_comm.bench.parity_train import Parts, assemble
+from moe_comm.bench.parity import compare as parity
+from moe_comm.bench.parity.cases import CASES, PIPELINES, QUICK, Case
+from moe_comm.bench.parity.training import Parts, assemble
 from moe_comm.errors import ConfigError
 from moe_comm.topology import Sharding, Split
 from tests.pool import RankPool

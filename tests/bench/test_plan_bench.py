@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from moe_comm.bench import plan_bench
-from moe_comm.bench.plan_bench import main, predict
-from moe_comm.bench.plan_ranks import Measured, measure
-from moe_comm.bench.plan_settings import CASES, Case, PlanBench
+from moe_comm.bench.plan import benchmark as plan_bench
+from moe_comm.bench.plan.benchmark import main, predict
+from moe_comm.bench.plan.ranks import Measured, measure
+from moe_comm.bench.plan.settings import CASES, Case, PlanBench
 from moe_comm.errors import ConfigError
 from moe_comm.plan.machine.collectives import Link
 from moe_comm.plan.machine.hardware import Accelerator, Cluster, Tile

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from moe_comm.bench import race
-from moe_comm.bench.race import Pairs, pairs, take_turns
+from moe_comm.bench.common import race
+from moe_comm.bench.common.race import Pairs, pairs, take_turns
 from tests.pool import RankPool
 
 

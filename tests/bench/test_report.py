@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from moe_comm.bench import report
+from moe_comm.bench.common import report
 
 SETTINGS = {
     "ranks": 2,

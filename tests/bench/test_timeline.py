@@ -10,10 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_comm.bench.timeline import PRODUCT, ROWS, TRANSFER, WAIT, Span, Step, lanes, record, recording
-from moe_comm.bench.timeline_files import TRACKS, perfetto, picture
+from moe_comm.bench.overlap.timeline import PRODUCT, ROWS, TRANSFER, WAIT, Span, Step, lanes, record, recording
+from moe_comm.bench.overlap.timeline_files import TRACKS, perfetto, picture
 from moe_comm.comm.channel import Channel
-from moe_comm.comm.meeting import communicator_of
 from moe_comm.kernels import expert_mm as kernel
 from moe_comm.overlap import matmul_combine
 from tests.pool import RankPool
@@ -23,7 +22,7 @@ def late_transfer(rank: int, world: int, arg: None) -> Step:
     """A transfer that cannot end before rank 0 has computed: rank 1 sends its part only then."""
     group = dist.group.WORLD
     assert group is not None
-    channel = Channel(communicator_of(group), 30.0)
+    channel = Channel(group, rank, world, 30)
     a, out, done = torch.ones(16, 16), torch.empty(16, 16), torch.zeros(1)
 
     def step() -> None:

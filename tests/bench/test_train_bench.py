@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from moe_comm.bench import train
-from moe_comm.bench.case import WrongAnswer
-from moe_comm.bench.train_settings import RIVALS, TRAIN_PEERS, TRAIN_PRESETS, TrainBench
+from moe_comm.bench.common.case import WrongAnswer
+from moe_comm.bench.train import benchmark as train
+from moe_comm.bench.train.settings import RIVALS, TRAIN_PEERS, TRAIN_PRESETS, TrainBench
 from moe_comm.cli import run
 from moe_comm.errors import ConfigError
 

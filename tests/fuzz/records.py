@@ -13,12 +13,12 @@ from moe_comm.observe import records
 from moe_comm.observe.culprits import culprits
 from moe_comm.observe.effective import effective_time
 from moe_comm.observe.report import write_report
-from moe_comm.observe.synthetic import SyntheticRun, write_run
 from moe_comm.observe.trace import write_trace
 from moe_comm.runtime.event_layout import Kind, region_bytes
 from moe_comm.runtime.event_reader import read_calls, read_open, read_spans, read_state
 from moe_comm.runtime.events import Recorder
 from tests.fuzz.rooms import READ, folder, refused
+from tests.support.synthetic import SyntheticRun, write_run
 
 _RECORDS = 16
 MANY = 100_000

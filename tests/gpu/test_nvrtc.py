@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.cuda_resources import read_tree
 from moe_comm.errors import ConfigError, KernelError
 from moe_comm.gpu import driver, nvrtc
-from moe_comm.gpu.ahead import read_tree
+from moe_comm.gpu.arguments import kernel_fields
 from moe_comm.gpu.blocks import alone
-from moe_comm.gpu.launch import kernel_fields
 from moe_comm.gpu.nvrtc import Nvrtc
 from moe_comm.gpu.protocol import HEADER_WORDS, NOTHING, Shape
 from moe_comm.gpu.turns import Turns

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import cuda_resources
 from moe_comm.errors import KernelError, MissingDependency
-from moe_comm.gpu import ahead
 
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "benchmarks" / "results" / "cuda-resources.json"
-AGAIN = "python -m moe_comm.gpu.ahead --csrc csrc --json benchmarks/results/cuda-resources.json"
+AGAIN = "python -m benchmarks.cuda_resources --csrc csrc --json benchmarks/results/cuda-resources.json"
 MARGIN = 8
 """Registers that another compiler's allocation may differ by without anybody's fault."""
 
@@ -20,7 +20,7 @@ MARGIN = 8
 @pytest.fixture(scope="module", autouse=True)
 def nvcc() -> None:
     try:
-        ahead.find_nvcc()
+        cuda_resources.find_nvcc()
     except MissingDependency as error:
         pytest.skip(str(error))
 
@@ -28,7 +28,7 @@ def nvcc() -> None:
 def check(target: str) -> None:
     recorded = json.loads(RECORDED.read_text())
     before = {row["kernel"]: row for row in recorded["results"] if row["target"] == target}
-    found = {row["kernel"]: row for row in ahead.resources(target, ahead.read_tree(ROOT / "csrc"))}
+    found = {row["kernel"]: row for row in cuda_resources.resources(target, cuda_resources.read_tree(ROOT / "csrc"))}
     assert found.keys() == before.keys(), f"other kernels than in the table; run {AGAIN}"
     for kernel, row in found.items():
         was = before[kernel]
@@ -43,7 +43,7 @@ def test_no_kernel_spills_or_takes_more_of_a_hopper_than_recorded() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", [target for target in ahead.TARGETS if target != "sm_90a"])
+@pytest.mark.parametrize("target", [target for target in cuda_resources.TARGETS if target != "sm_90a"])
 def test_no_kernel_spills_or_takes_more_of_another_generation_than_recorded(target: str) -> None:
     check(target)
 
@@ -62,7 +62,8 @@ extern "C" __global__ void p2p_modest(float* x) { *x = 1; }
 
 
 def test_a_kernel_that_spills_is_seen() -> None:
-    greedy, modest = sorted(ahead.resources("sm_90a", {"x.cu": SPILLING}, "x.cu"), key=lambda row: row["kernel"])
+    rows = cuda_resources.resources("sm_90a", {"x.cu": SPILLING}, "x.cu")
+    greedy, modest = sorted(rows, key=lambda row: row["kernel"])
     assert (greedy["kernel"], modest["kernel"]) == ("greedy", "modest")
     assert greedy["spill_bytes"] > 0
     assert (greedy["registers"], greedy["shared_bytes"]) == (32, 128)
@@ -71,4 +72,4 @@ def test_a_kernel_that_spills_is_seen() -> None:
 
 def test_what_nvcc_says_is_in_the_error() -> None:
     with pytest.raises(KernelError, match=r'(?s)nvcc refuses x.cu for sm_80.*"nonsense" is undefined'):
-        list(ahead.resources("sm_80", {"x.cu": "__global__ void f() { nonsense; }"}, "x.cu"))
+        list(cuda_resources.resources("sm_80", {"x.cu": "__global__ void f() { nonsense; }"}, "x.cu"))

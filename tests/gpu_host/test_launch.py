@@ -12,8 +12,9 @@ from moe_comm.dispatch import peer_access
 from moe_comm.dispatch.payload import Payload
 from moe_comm.dispatch.peer_rows import Form
 from moe_comm.errors import ConfigError, MissingDependency
-from moe_comm.gpu import driver, launch, nvrtc, protocol
-from moe_comm.gpu.launch import Packer, RecordingLauncher, kernel_constants, kernel_fields
+from moe_comm.gpu import launch, nvrtc, protocol
+from moe_comm.gpu.arguments import Packer, kernel_constants, kernel_fields
+from moe_comm.gpu.launch import RecordingLauncher
 from moe_comm.runtime.shared import DTYPE_CODES
 
 core = pytest.importorskip("moe_comm._C", reason="the native core is not built")
@@ -131,7 +132,7 @@ def test_kernels_come_from_where_there_are_some_for_this_gpu(
     monkeypatch.setattr(launch, "compiled_archs", lambda: archs)
     monkeypatch.setattr(nvrtc, "find", find)
     monkeypatch.setattr(launch, "NativeLauncher", lambda machine, device: f"{machine} {device.index}")
-    monkeypatch.setattr(driver, "nvrtc_launcher", lambda index: f"nvrtc {index}")
+    monkeypatch.setattr(launch, "nvrtc_launcher", lambda index: f"nvrtc {index}")
     device = torch.device("cuda", 3)
     assert launch.cuda_kernels_at_hand(device) == bool(road)
     if road == "nvcc":

@@ -13,7 +13,8 @@ from moe_comm.dispatch.local import LocalDispatcher
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.dispatch.peer_to_peer import PeerToPeerDispatcher
 from moe_comm.errors import KernelError
-from moe_comm.gpu.launch import NativeLauncher, RecordingLauncher, kernel_fields, starter_of
+from moe_comm.gpu.arguments import kernel_fields
+from moe_comm.gpu.launch import NativeLauncher, RecordingLauncher, starter_of
 from moe_comm.gpu.protocol import HEADER_WORDS, NOTHING
 from moe_comm.topology import ExpertPlacement
 

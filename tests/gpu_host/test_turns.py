@@ -14,7 +14,8 @@ from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.dispatch.peer_to_peer import PeerToPeerDispatcher
 from moe_comm.errors import ConfigError, KernelError, PeerError, RoutingError
 from moe_comm.gpu import protocol, turns
-from moe_comm.gpu.launch import Launch, Launcher, NativeLauncher, RecordingLauncher, Words, kernel_fields
+from moe_comm.gpu.arguments import Words, kernel_fields
+from moe_comm.gpu.launch import Launch, Launcher, NativeLauncher, RecordingLauncher
 from moe_comm.topology import ExpertPlacement
 
 pytest.importorskip("moe_comm._C", reason="the native core is not built")

@@ -13,8 +13,8 @@ import pytest
 from moe_comm.observe.records import FAULTS, FaultRecord, append
 from moe_comm.observe.report import write_report
 from moe_comm.observe.report.page import PANELS
-from moe_comm.observe.synthetic import Straggler, SyntheticFault, SyntheticRun, write_run
 from tests.browser import WIDTH, headless
+from tests.support.synthetic import Straggler, SyntheticFault, SyntheticRun, write_run
 
 pytest.importorskip("plotly", reason="needs the observe extra")
 

@@ -120,11 +120,10 @@ def test_a_malformed_model_is_told_by_its_file(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--validate", "--calibrate"], "--validate does not go with --calibrate"),
-        (["--validate", "--gpus", "8"], "--validate does not go with --gpus"),
-        (["--validate", "--mapping", "tp=2"], "--validate does not go with --mapping"),
+        (["--calibrate", "--gpus", "8"], "--calibrate does not go with --gpus"),
+        (["--calibrate", "--mapping", "tp=2"], "--calibrate does not go with --mapping"),
         (["--calibrate", "--model", "olmoe-1b-7b"], "--calibrate does not go with --model"),
-        (["--validate", "--ranks", "2"], "--ranks is for --calibrate"),
+        (["--ranks", "2"], "--ranks is for --calibrate"),
     ],
 )
 def test_modes_exclude_each_other(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -381,25 +380,6 @@ def test_a_trace_and_a_page_are_written(tmp_path: Path, capsys: pytest.CaptureFi
     assert trace.stat().st_size > 1000
     text = page.read_text()
     assert "olmoe-1b-7b" in text and "http://" not in text.partition("</head>")[0]
-
-
-def test_validate_tells_rows_and_summary(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from moe_comm.plan import published, validate
-
-    some = tuple(table for table in published.tables() if table.name in ("parallelkittens", "flux-dense"))
-    monkeypatch.setattr(validate, "tables", lambda: some)
-    out = tmp_path / "validate.json"
-    assert cli.run(["plan", "--validate", "--json", str(out)]) == 0
-    shown = capsys.readouterr().out
-    assert all(word in shown for word in ("published", "predicted", "error", "median error", "parallelkittens"))
-    found = json.loads(out.read_text())
-    assert len(found["rows"]) == sum(len(table.rows) for table in some) and found["tables"].keys() == {
-        table.name for table in some
-    }
-    counted = sorted(abs(row["error"]) for row in found["rows"] if row["counts"])
-    assert found["worst_error"] == counted[-1] and found["rows_that_count"] == len(counted)
 
 
 def test_calibrate_keeps_a_description_that_this_machine_is_planned_with(

@@ -41,11 +41,11 @@ ALLOWED: dict[str, dict[str, str]] = {
         "importlib.import_module": "names of our own modules, from a table in the same file"
     },
     "moe_comm/cli/options.py": {"importlib.import_module": "names of our own modules, written in the commands"},
-    "moe_comm/bench/layer_peers.py": {"import_module": "packages to compare with, written in the file"},
-    "moe_comm/bench/layer_sonic.py": {"import_module": "the package to compare with, written in the file"},
-    "moe_comm/bench/train_peers.py": {"import_module": "packages to compare with, written in the file"},
-    "moe_comm/bench/mpi_ranks.py": {"import_module": "mpi4py, written in the file"},
-    "moe_comm/bench/host_ranks.py": {
+    "moe_comm/bench/layer/peers.py": {"import_module": "packages to compare with, written in the file"},
+    "moe_comm/bench/layer/sonic.py": {"import_module": "the package to compare with, written in the file"},
+    "moe_comm/bench/train/peers.py": {"import_module": "packages to compare with, written in the file"},
+    "moe_comm/bench/dispatch/mpi_ranks.py": {"import_module": "mpi4py, written in the file"},
+    "moe_comm/bench/hosts/ranks.py": {
         "pickle.loads": "jobs and answers of ranks in network namespaces, through handles they inherit",
         "importlib.import_module": "the module of the function that the parent gave in such a job",
     },

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_comm.bench import parity_train
-from moe_comm.bench.parity_train import Parts, Session, assemble
+from moe_comm.bench.parity import training as parity_train
+from moe_comm.bench.parity.training import Parts, Session, assemble
 from moe_comm.train.config import TrainConfig, load
 
 __all__ = ["Parts", "Session"]

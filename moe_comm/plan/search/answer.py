@@ -1,14 +1,13 @@
-"""What the planner answers, for programs: JSON of a mapping, of a search, and of predictions held against tables.
+"""What the planner answers, for programs: JSON of a mapping and of a search.
 
 ``moe-comm plan --json`` writes these; docs/plan.md has their keys. GB are 10**9 bytes, shares and MFU fractions.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moe_comm.plan.model.mapping import Mapping
 from moe_comm.plan.search.fit import Change, Fit
@@ -16,9 +15,6 @@ from moe_comm.plan.search.question import Candidate, Question
 from moe_comm.plan.search.search import Found, changes
 from moe_comm.plan.step.blocks import LINKS
 from moe_comm.plan.step.step import Step
-
-if TYPE_CHECKING:
-    from moe_comm.plan.validate import Report
 
 GB = 1e9
 COMPUTED = ("products", "memory passes")
@@ -81,44 +77,6 @@ def runners_up(best: Sequence[Candidate]) -> Iterator[tuple[Candidate, str | Non
 
     for place, one in enumerate(best):
         yield one, why_slower(best[0], one) if place else None
-
-
-def validation(report: Report) -> dict[str, Any]:
-    """Predictions held against published tables: every row, rankings, and summaries by table; ``error`` is predicted
-    over published, less 1; null where only one of the two ran out of memory."""
-    names = list(dict.fromkeys(row.table for row in report.rows))
-    rows = [
-        {
-            "table": row.table,
-            "system": row.system,
-            "case": row.case,
-            "unit": row.unit,
-            "published": row.published,
-            "predicted": row.predicted,
-            "error": row.error if math.isfinite(row.error) else None,
-            "counts": row.counts,
-            "status": row.status,
-        }
-        for row in report.rows
-    ]
-    return {
-        **_summary(report, None),
-        "tables": {name: _summary(report, name) for name in names},
-        "rows": rows,
-        "rankings": [asdict(one) | {"right": one.right} for one in report.rankings],
-        "constants": [asdict(one) for one in report.constants],
-    }
-
-
-def _summary(report: Report, table: str | None) -> dict[str, Any]:
-    rankings = [one for one in report.rankings if table in (None, one.table)]
-    errors = {"median_error": report.median(table), "worst_error": report.worst(table)}
-    return {
-        **{name: value if math.isfinite(value) else None for name, value in errors.items()},
-        "rows_that_count": len(report.errors(table)),
-        "rankings_right": sum(one.right for one in rankings),
-        "rankings_of": len(rankings),
-    }
 
 
 def _candidate(question: Question, one: Candidate) -> dict[str, Any]:

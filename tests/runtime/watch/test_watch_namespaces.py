@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_comm.bench.hosts import INTERFACE, Hosts, why_not
+from moe_comm.bench.hosts.namespaces import INTERFACE, Hosts, why_not
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import EVENTS, moving
 from moe_comm.runtime.launch.agent import ENDED_BY_WATCH

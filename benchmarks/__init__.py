@@ -1,0 +1,1 @@
+"""What only developers of this library run, from the checkout: ``python -m benchmarks.NAME``."""

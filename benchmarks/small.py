@@ -1,0 +1,34 @@
+"""``python -m benchmarks.small``: overhead of batches of 1 to 64 tokens, in microseconds above the bare copy."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+
+from benchmarks.sweep import small
+from moe_comm.bench.common.settings import DTYPES, DispatchBench
+from moe_comm.errors import MoeCommError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parse, measure, print; 2 where the settings are wrong."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.small", description=__doc__)
+    base = DispatchBench(peers=())
+    for name in ("ranks", "hidden", "experts", "top_k", "iterations", "seed"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(base, name))
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default=base.dtype)
+    parser.add_argument("--backend", default=base.backend)
+    parser.add_argument("--json", metavar="OUT", help="write one JSON object; - is standard output")
+    given = vars(parser.parse_args(arguments))
+    out = given.pop("json")
+    try:
+        small(replace(base, **given), out)
+    except MoeCommError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

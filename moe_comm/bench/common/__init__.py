@@ -1,0 +1,1 @@
+"""What the benchmarks share: input, timing, turns, ranks, settings and tables."""

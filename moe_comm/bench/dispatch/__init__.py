@@ -1,0 +1,1 @@
+"""``moe-comm bench dispatch`` and ``bench hierarchical``: dispatch and combine."""

@@ -1,0 +1,1 @@
+"""``moe-comm bench layer``: a whole MoE layer, forward and backward."""

@@ -1,0 +1,251 @@
+"""The layers that ``bench layer`` compares: one class each, same weights, same input, router included."""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from contextlib import redirect_stderr
+from importlib import import_module, util
+from io import StringIO
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from moe_comm.bench.common.settings import LayerBench
+
+SCALE = 0.02
+"""Standard deviation of all weights."""
+
+
+class Weights:
+    """Seeded; each expert has a generator of its own, so a rank makes only the experts it holds."""
+
+    def __init__(self, settings: LayerBench) -> None:
+        self.s = settings
+
+    def router(self) -> Tensor:
+        """[E, D]."""
+        return self._normal(self.s.experts, self.s.experts, self.s.hidden)
+
+    def gate_up(self, expert: int) -> Tensor:
+        """[2F, D]: gate rows, then up rows."""
+        return self._normal(expert, 2 * self.s.ffn, self.s.hidden)
+
+    def down(self, expert: int) -> Tensor:
+        """[D, F]."""
+        return self._normal(self.s.experts + 1 + expert, self.s.hidden, self.s.ffn)
+
+    def _normal(self, part: int, *shape: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self.s.seed * 65536 + part)
+        return torch.randn(*shape, generator=generator).mul_(SCALE).to(self.s.torch_dtype)
+
+    def fill(self, experts: Iterable[int], gate_up_LFD: Tensor, down_LDF: Tensor) -> None:
+        """Write the weights of ``experts`` into [L, 2F, D] and [L, D, F]."""
+        with torch.no_grad():
+            for index, expert in enumerate(experts):
+                gate_up_LFD[index] = self.gate_up(expert)
+                down_LDF[index] = self.down(expert)
+
+
+class LayerContestant(ABC):
+    """A built layer. ``ep``: the ranks that share its experts; at 1 each rank has a whole copy to itself."""
+
+    name: ClassVar[str]
+    note: ClassVar[str] = ""
+    tolerance: ClassVar[float | None] = None
+    """Of its results against the reference, where the dtype's is too strict for what it does inside."""
+
+    def __init__(self, settings: LayerBench, rank: int) -> None:
+        self.settings, self.rank = settings, rank
+        self.ep = self.ep_of(settings)
+        per_rank = settings.experts // self.ep
+        first = rank * per_rank if self.ep > 1 else 0
+        self.experts = range(first, first + per_rank)
+        self.module = self.build(Weights(settings))
+
+    @classmethod
+    @abstractmethod
+    def ep_of(cls, settings: LayerBench) -> int:
+        """Expert-parallel size for these settings."""
+
+    @classmethod
+    def why_not(cls, settings: LayerBench) -> str | None:
+        """The reason why it cannot run here; None if it can."""
+        return None
+
+    @abstractmethod
+    def build(self, weights: Weights) -> nn.Module:
+        """The layer with its weights, on the device. Collective."""
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """[T, D] to [T, D]."""
+        return self.module(x_TD[None])[0]  # type: ignore[no-any-return]
+
+    @abstractmethod
+    def grads(self) -> dict[str, Tensor]:
+        """``router`` [E, D], ``gate_up`` [L, 2F, D], ``down`` [L, D, F]: of this rank's parameters."""
+
+    def close(self) -> None:  # noqa: B027
+        """Give back what the layer holds. Collective."""
+
+
+def _hf_block(settings: LayerBench, num_experts: int, device: str) -> Any:
+    config = import_module("transformers").Qwen3MoeConfig(
+        hidden_size=settings.hidden,
+        moe_intermediate_size=settings.ffn,
+        num_experts=num_experts,
+        num_experts_per_tok=settings.top_k,
+        norm_topk_prob=True,
+    )
+    config._experts_implementation = "grouped_mm"
+    modeling = import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
+    with torch.device(device):
+        return modeling.Qwen3MoeSparseMoeBlock(config).to(settings.torch_dtype)
+
+
+class HuggingFace(LayerContestant):
+    """The MoE block of Qwen3-MoE with ``experts_implementation="grouped_mm"``; every rank has all experts."""
+
+    name = "hf_grouped_mm"
+
+    @classmethod
+    def ep_of(cls, settings: LayerBench) -> int:
+        return 1
+
+    @classmethod
+    def why_not(cls, settings: LayerBench) -> str | None:
+        return None if util.find_spec("transformers") else "not installed: pip install 'moe_comm[hf]'"
+
+    def build(self, weights: Weights) -> nn.Module:
+        block = _hf_block(self.settings, self.settings.experts, self.settings.device)
+        with torch.no_grad():
+            block.gate.weight.copy_(weights.router())
+        weights.fill(self.experts, block.experts.gate_up_proj, block.experts.down_proj)
+        return block  # type: ignore[no-any-return]
+
+    def grads(self) -> dict[str, Tensor]:
+        module: Any = self.module
+        found = {
+            "router": module.gate.weight.grad,
+            "gate_up": module.experts.gate_up_proj.grad,
+            "down": module.experts.down_proj.grad,
+        }
+        return {name: getattr(grad, "to_local", lambda grad=grad: grad)() for name, grad in found.items()}
+
+
+class HuggingFaceEP(HuggingFace):
+    """The same block under Hugging Face's own expert parallelism, ``ep_implementation="all_to_all"``."""
+
+    name = "hf_all_to_all"
+
+    @classmethod
+    def ep_of(cls, settings: LayerBench) -> int:
+        return settings.ranks
+
+    @classmethod
+    def why_not(cls, settings: LayerBench) -> str | None:
+        if settings.ranks == 1:
+            return "needs more than one rank"
+        if (missing := super().why_not(settings)) is not None:
+            return missing
+        return import_fault("transformers.distributed.expert_parallel")
+
+    def build(self, weights: Weights) -> nn.Module:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        # What from_pretrained does for DistributedConfig(tp_size=1, fsdp_size=EP, ep_size=EP), to one block.
+        mesh = init_device_mesh(self.settings.device, (self.ep, 1), mesh_dim_names=("ep", "tp"))
+        block = _hf_block(self.settings, self.settings.experts, "meta")
+        plan = {
+            "experts.gate_up_proj": "grouped_gemm",
+            "experts.down_proj": "grouped_gemm",
+            "experts": "ep_dispatch_experts",
+        }
+        apply = import_module("transformers.distributed.expert_parallel").apply_expert_parallelism
+        apply(block, mesh["ep"], mesh["tp"], plan, ep_implementation="all_to_all")
+        block.to_empty(device=self.settings.device)
+        with torch.no_grad():
+            block.gate.weight.copy_(weights.router())
+        experts = block.experts
+        weights.fill(self.experts, experts.gate_up_proj.to_local(), experts.down_proj.to_local())
+        return block  # type: ignore[no-any-return]
+
+
+class Torchtitan(LayerContestant):
+    """torchtitan's ``MoE``. Its experts compute in bfloat16 whatever the dtype of the input."""
+
+    name = "torchtitan"
+    note = "experts always in bfloat16"
+    tolerance = 0.3  # of the router's gradient, whose softmax has 16 bits where the input has
+
+    @classmethod
+    def ep_of(cls, settings: LayerBench) -> int:
+        return settings.ranks
+
+    @classmethod
+    def why_not(cls, settings: LayerBench) -> str | None:
+        if util.find_spec("torchtitan") is None:
+            return "not installed: pip install torchtitan"
+        return import_fault("torchtitan.models.common.moe")
+
+    def build(self, weights: Weights) -> nn.Module:
+        s = self.settings
+        moe = import_module("torchtitan.models.common.moe")
+        dispatchers = import_module("torchtitan.models.common.token_dispatcher")
+        linear = import_module("torchtitan.models.common.linear")
+        warnings.filterwarnings("ignore", "In CPU autocast")  # it says so in every forward
+        import_module("torchtitan.distributed.utils").set_spmd_backend("default")
+        kind = dispatchers.AllToAllTokenDispatcher if self.ep > 1 else dispatchers.LocalTokenDispatcher
+        config = moe.MoE.Config(
+            num_experts=s.experts,
+            routed_experts=moe.RoutedExperts.Config(
+                inner_experts=moe.GroupedExperts.Config(dim=s.hidden, hidden_dim=s.ffn, num_experts=len(self.experts)),
+                token_dispatcher=kind.Config(num_experts=s.experts, top_k=s.top_k),
+            ),
+            router=moe.TokenChoiceTopKRouter.Config(
+                num_experts=s.experts,
+                gate=linear.Linear.Config(in_features=s.hidden, out_features=s.experts),
+                top_k=s.top_k,
+                score_func="softmax",
+                route_norm=True,
+            ),
+            load_balance_coeff=None,
+        )
+        with torch.device(s.device):
+            layer = config.build().to(s.torch_dtype)
+        routed = layer.routed_experts
+        if self.ep > 1:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            mesh = init_device_mesh(s.device, (self.ep,), mesh_dim_names=("ep",))
+            routed.token_dispatcher.wire_meshes(ep_mesh=mesh)
+        inner = routed.inner_experts
+        with torch.no_grad():
+            layer.router.gate.weight.copy_(weights.router())
+            for index, expert in enumerate(self.experts):
+                gate_up = weights.gate_up(expert)
+                inner.w1_EFD[index] = gate_up[: s.ffn]
+                inner.w3_EFD[index] = gate_up[s.ffn :]
+                inner.w2_EDF[index] = weights.down(expert)
+        return layer  # type: ignore[no-any-return]
+
+    def grads(self) -> dict[str, Tensor]:
+        module: Any = self.module
+        inner = module.routed_experts.inner_experts
+        return {
+            "router": module.router.gate.weight.grad,
+            "gate_up": torch.cat((inner.w1_EFD.grad, inner.w3_EFD.grad), 1),
+            "down": inner.w2_EDF.grad,
+        }
+
+
+def import_fault(module: str) -> str | None:
+    """Why ``module`` does not import; None if it does."""
+    try:
+        with redirect_stderr(StringIO()):
+            import_module(module)
+    except (ImportError, AttributeError) as fault:
+        return f"{module} does not import: {fault}"
+    return None

@@ -1,0 +1,1 @@
+"""``moe-comm bench overlap``: what the overlapped operators and layers hide."""

@@ -1,0 +1,164 @@
+"""``dispatch_matmul`` and ``matmul_combine`` as ``bench overlap`` measures them.
+
+Serial is the same dispatcher's dispatch or combine, with its backward, before or after the products of all experts; so
+communication alone takes the gathers before and after a transfer, too. Backward its products are a node of autograd
+between the dispatcher's, as in a layer without the operator. The products write into memory of the kind that
+the operators write into: fresh pages would cost the serial form more than the products.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_comm.bench.overlap.case import Contest, Work, gradients, stepwise
+from moe_comm.dispatch.all_to_all import AllToAllDispatcher, Routes
+from moe_comm.dispatch.types import Layout
+from moe_comm.kernels.expert_mm import align, expert_mm, product_into
+from moe_comm.overlap.dispatch_matmul import dispatch_matmul
+from moe_comm.overlap.matmul_combine import matmul_combine
+from moe_comm.runtime.memory import warm_like, warm_rows
+from moe_comm.topology import ExpertPlacement
+
+
+@lru_cache(maxsize=1)
+def dispatcher_of(group: ProcessGroup, num_experts: int) -> AllToAllDispatcher:
+    """Over the link, whatever ``auto`` would take. Collective when first called."""
+    placement = ExpertPlacement.of(num_experts, dist.get_world_size(group))
+    return AllToAllDispatcher(placement, group, dist.get_rank(group))
+
+
+def balanced_ids(tokens: int, num_experts: int, top_k: int, generator: torch.Generator) -> Tensor:
+    """[T, K] distinct experts of each token, random, and all experts equally often (but for the last few tokens).
+
+    Tokens stand in blocks of E, in each of which every expert is the first choice of one; the others are as many
+    experts farther, by numbers that are drawn for each block.
+    """
+    first_T = torch.arange(tokens) % num_experts
+    blocks = -(-tokens // num_experts)
+    away_BK = torch.stack([torch.randperm(num_experts, generator=generator)[:top_k] for _ in range(blocks)])
+    away_TK = away_BK.repeat_interleave(num_experts, 0)[:tokens]
+    ids_TK = (first_T[:, None] + away_TK) % num_experts
+    return ids_TK[torch.randperm(tokens, generator=generator)]
+
+
+def products(rows_RD: Tensor, sizes: tuple[int, ...], b_EDG: Tensor) -> Tensor:
+    """[R, G] = rows @ b[e], expert by expert."""
+    out_RG = warm_rows(rows_RD.shape[0], b_EDG.shape[2], rows_RD.dtype, rows_RD.device)
+    aligned, aligned_b = align(rows_RD), align(b_EDG)
+    for rows, out, b in zip(rows_RD.split(sizes), out_RG.split(sizes), b_EDG, strict=True):
+        if rows.shape[0]:
+            expert_mm(aligned(rows), aligned_b(b), out)
+    return out_RG
+
+
+def weight_products(grad_RG: Tensor, rows_RD: Tensor, sizes: tuple[int, ...], like_EGD: Tensor) -> Tensor:
+    """[E, G, D] = grad.T @ rows, expert by expert."""
+    found = warm_like(like_EGD)
+    for grad, rows, into in zip(grad_RG.split(sizes), rows_RD.split(sizes), found, strict=True):
+        if grad.shape[0]:
+            product_into(grad.t(), rows, into)
+        else:
+            into.zero_()
+    return found
+
+
+class _OfExperts(Contest):
+    """rows: tokens of each rank."""
+
+    @classmethod
+    def products_per_transfer(cls, direction: str) -> float:
+        return 1 if direction == "forward" else 2
+
+    def prepare(self) -> None:
+        group = dist.group.WORLD
+        assert group is not None
+        bench = self.bench
+        self.dispatcher = dispatcher_of(group, bench.num_experts)
+        self.experts = len(self.dispatcher.local_experts)
+        self.ids_TK = balanced_ids(self.rows, bench.num_experts, bench.top_k, self._generator)
+
+    def moving(self, layout: Layout, outward: bool) -> Work:
+        """The transfer of a dispatch's rows alone, or that of a combine's."""
+        routes: Routes = layout.state
+        send, receive = (routes.send, routes.receive) if outward else (routes.receive, routes.send)
+        rows = self.draw(sum(send), self.bench.width)
+        return lambda: self.dispatcher.channel.all_to_all(rows, send, receive, "rows")
+
+
+class DispatchMatmul(_OfExperts):
+    operator = "dispatch_matmul"
+
+    def prepare(self) -> None:
+        super().prepare()
+        dispatcher, ids, overlap, width = self.dispatcher, self.ids_TK, self.bench.overlap, self.bench.width
+        x, w = self.draw(self.rows, width).requires_grad_(), self.draw(self.experts, self.other, width).requires_grad_()
+        xd, wd = x.detach(), w.detach()
+        dispatched = dispatcher.dispatch(x, ids)
+        rows, sizes = dispatched.rows_RD.detach(), dispatched.layout.rows_per_expert
+        self.wire = self.moving(dispatched.layout, outward=self.direction == "forward")
+        if self.direction == "forward":
+
+            def serial() -> Tensor:
+                found = dispatcher.dispatch(xd, ids)
+                return products(found.rows_RD, found.layout.rows_per_expert, wd.transpose(1, 2))
+
+            self.compute = lambda: products(rows, sizes, wd.transpose(1, 2))
+            self.comm = lambda: dispatcher.dispatch(xd, ids).rows_RD
+            self.serial = serial
+            self.overlapped = lambda: dispatch_matmul(dispatcher, xd, ids, wd, overlap)[0]
+            return
+        grad = self.draw(rows.shape[0], self.other)
+        h, _ = dispatch_matmul(dispatcher, x, ids, w, overlap)
+
+        def steps(grad: Tensor) -> tuple[Tensor, Tensor]:
+            return products(grad, sizes, wd), weight_products(grad, rows, sizes, wd)
+
+        one_by_one = stepwise(h, steps, dispatched.rows_RD, w)
+        self.compute = lambda: steps(grad)
+        self.comm = lambda: gradients(dispatched.rows_RD, rows, (x,))
+        self.serial = lambda: gradients(one_by_one, grad, (x, w))
+        self.overlapped = lambda: gradients(h, grad, (x, w))
+
+
+class MatmulCombine(_OfExperts):
+    operator = "matmul_combine"
+
+    def prepare(self) -> None:
+        super().prepare()
+        dispatcher, overlap, width = self.dispatcher, self.bench.overlap, self.bench.width
+        # Where rows go, in as many chunks as pay beside products of this width.
+        none_EGD = torch.zeros(self.experts, self.other, width)
+        _, passage = dispatch_matmul(dispatcher, torch.zeros(self.rows, width), self.ids_TK, none_EGD, overlap)
+        layout, sizes = passage.layout, passage.layout.rows_per_expert
+        self.wire = self.moving(layout, outward=self.direction == "backward")
+        rows = self.draw(layout.num_rows, self.other).requires_grad_()
+        w = self.draw(self.experts, width, self.other).requires_grad_()
+        weights = torch.rand(self.rows, self.bench.top_k, generator=self._generator).requires_grad_()
+        rowsd, wd, weightsd = rows.detach(), w.detach(), weights.detach()
+        if self.direction == "forward":
+            whole = self.draw(layout.num_rows, width)
+            self.compute = lambda: products(rowsd, sizes, wd.transpose(1, 2))
+            self.comm = lambda: dispatcher.combine(whole, weightsd, layout)
+            self.serial = lambda: dispatcher.combine(products(rowsd, sizes, wd.transpose(1, 2)), weightsd, layout)
+            self.overlapped = lambda: matmul_combine(rowsd, wd, weightsd, passage)
+            return
+        grad = self.draw(self.rows, width)
+        y = matmul_combine(rows, w, weights, passage)
+        results = products(rowsd, sizes, wd.transpose(1, 2)).requires_grad_()
+        combined = dispatcher.combine(results, weights, layout)
+
+        def steps(grad: Tensor) -> tuple[Tensor, Tensor]:
+            grad_w = weight_products(grad, rowsd, sizes, wd)
+            return products(grad, sizes, wd), grad_w
+
+        one_by_one = dispatcher.combine(stepwise(results, steps, rows, w), weights, layout)
+        arrived = results.detach()
+        self.compute = lambda: steps(arrived)
+        self.comm = lambda: gradients(combined, grad, (results, weights))
+        self.serial = lambda: gradients(one_by_one, grad, (rows, w, weights))
+        self.overlapped = lambda: gradients(y, grad, (rows, w, weights))

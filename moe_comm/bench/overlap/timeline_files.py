@@ -1,0 +1,121 @@
+"""Timelines for people: a Perfetto trace (https://ui.perfetto.dev opens it) and a picture.
+
+rank 0  step       [ step 1 ] pause [ step 2 ]
+        processor  [ products ][ rows ][ wait ] ...
+        network    [ transfer ] ...
+rank 1  ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+from moe_comm.bench.overlap.timeline import PRODUCT, ROWS, TRANSFER, WAIT, Span, Step, lanes
+from moe_comm.errors import MissingDependency
+from moe_comm.observe.perfetto import Slice, TraceBuilder, check_package
+
+PAUSE_NS = 5_000_000
+"""Between two steps of a trace."""
+COLORS = {PRODUCT: "#1b6ca8", ROWS: "#edae49", WAIT: "#dddddd", TRANSFER: "#66a182"}
+TRACKS = ("step", "processor", "network")
+
+
+def check_packages(trace: str | None, png: str | None) -> None:
+    """Before a measurement of minutes: raise ``MissingDependency`` where a file could not be written after it."""
+    if trace is not None:
+        check_package("bench")
+    if png is not None and util.find_spec("matplotlib") is None:
+        raise MissingDependency("matplotlib is not installed; run: pip install 'moe_comm[bench]'")
+
+
+def perfetto(steps: Sequence[Step]) -> bytes:
+    """A trace: ranks are processes, each with the tracks ``TRACKS``; steps follow each other.
+
+    Tracks of one name are shown as one, so transfers that overlap have a track each.
+    """
+    builder = TraceBuilder()
+    tracks: dict[tuple[int, str], int] = {}
+
+    def add(rank: int, name: str, span: Span) -> None:
+        if (rank, TRACKS[0]) not in tracks:
+            process = builder.process(rank + 1, f"rank {rank}")
+            tracks.update({(rank, name): builder.track(process, name, TRACKS.index(name)) for name in TRACKS})
+        builder.add(Slice(tracks[rank, name], span.name, span.kind, begun + span.start_ns, begun + span.end_ns))
+
+    begun = 0
+    for step in steps:
+        for rank, spans in enumerate(step.ranks):
+            end_ns = max((span.end_ns for span in spans), default=0)
+            add(rank, "step", Span("step", f"{step.title}, {step.variant}", 0, end_ns))
+            for span in spans:
+                add(rank, "network" if span.kind == TRANSFER else "processor", span)
+        begun += step.end_ns + PAUSE_NS
+    return builder.data()
+
+
+def picture(steps: Sequence[Step], path: Path) -> None:
+    """A PNG: one row of panels for each title, its variants beside each other on the same scale of time."""
+    # matplotlib is an optional dependency.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    titles, variants = (list(dict.fromkeys(getattr(step, key) for step in steps)) for key in ("title", "variant"))
+    ranks = max((len(step.ranks) for step in steps), default=1)
+    figure = Figure(figsize=(7 * len(variants), 0.6 + len(titles) * (0.7 + 0.5 * ranks)), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(titles), len(variants), squeeze=False)
+    for axes in panels.flat:
+        axes.set_axis_off()
+    for row, title in enumerate(titles):
+        same = [step for step in steps if step.title == title]
+        longest = max(step.end_ns for step in same) * 1e-6
+        for step in same:
+            axes = panels[row][variants.index(step.variant)]
+            axes.set_axis_on()
+            _panel(axes, step)
+            axes.set_xlim(0, longest * 1.02 or 1)
+            axes.set_title(f"{title}, {step.variant}: {step.end_ns * 1e-6:.0f} ms", fontsize=9, loc="left")
+    for axes in panels[-1]:
+        axes.set_xlabel("ms", fontsize=8)
+    figure.legend(
+        handles=[Patch(color=color, label=kind) for kind, color in COLORS.items()],
+        ncols=len(COLORS),
+        loc="outside upper right",
+        fontsize=8,
+    )
+    figure.savefig(path, format="png", dpi=110)
+
+
+def _panel(axes: Any, step: Step) -> None:
+    """Two rows a rank: processor above, network below, where transfers that overlap share the height."""
+    places, labels = [], []
+    for rank, spans in enumerate(step.ranks):
+        processor, network = -2.4 * rank, -2.4 * rank - 1
+        places += [processor, network]
+        labels += [f"rank {rank} processor", "network"]
+        for kind in (ROWS, PRODUCT, WAIT):  # rows land around the wait for them
+            bars = [(s.start_ns * 1e-6, (s.end_ns - s.start_ns) * 1e-6) for s in spans if s.kind == kind]
+            axes.broken_barh(bars, (processor - 0.4, 0.8), color=COLORS[kind], linewidth=0)
+        away = lanes(span for span in spans if span.kind == TRANSFER)
+        height = 0.8 / (1 + max((lane for lane, _ in away), default=0))
+        for lane, span in away:
+            bar = [(span.start_ns * 1e-6, (span.end_ns - span.start_ns) * 1e-6)]
+            bottom = network + 0.4 - (lane + 1) * height
+            axes.broken_barh(bar, (bottom, height * 0.9), color=COLORS[TRANSFER], linewidth=0)
+    axes.set_yticks(places, labels, fontsize=7)
+    axes.tick_params(axis="x", labelsize=7)
+
+
+def write(steps: Sequence[Step], trace: str | None, png: str | None) -> None:
+    """Write the files that are wanted."""
+    for wanted in (trace, png):
+        if wanted is not None:
+            Path(wanted).parent.mkdir(parents=True, exist_ok=True)
+    if trace is not None:
+        Path(trace).write_bytes(perfetto(steps))
+    if png is not None:
+        picture(steps, Path(png))

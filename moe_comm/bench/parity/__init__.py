@@ -1,0 +1,1 @@
+"""``moe-comm parity``: the same training on every mapping."""

@@ -1,0 +1,1 @@
+"""``moe-comm bench plan``: predicted steps against measured ones."""

@@ -1,0 +1,1 @@
+"""``moe-comm bench train``: whole training steps."""

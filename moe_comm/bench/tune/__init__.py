@@ -1,0 +1,1 @@
+"""``moe-comm tune``: how many chunks, or which kernel, is fastest here."""

@@ -1,0 +1,95 @@
+"""Arguments of the kernels in csrc/cuda: their names, and the struct that a kernel takes them in.
+
+A kernel takes one struct of 8-byte words by value. csrc/cuda/args.h declares the names of the words once; the native
+core returns them.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
+from types import ModuleType
+
+from moe_comm.errors import ConfigError, MissingDependency
+
+Words = Mapping[str, int]
+"""A kernel's arguments by name: numbers, and addresses (0: nothing there)."""
+
+Fields = Mapping[str, Sequence[str]]
+"""The names of each kernel's words, in order."""
+
+
+class Packer:
+    """Words by name to the struct that a kernel takes."""
+
+    def __init__(self, fields: Fields) -> None:
+        self.fields = {kernel: tuple(names) for kernel, names in fields.items()}
+        self._structs = {kernel: struct.Struct(f"={len(names)}q") for kernel, names in self.fields.items()}
+        self._in_order = {kernel: _looked_up(names) for kernel, names in self.fields.items()}
+
+    def pack(self, kernel: str, words: Words) -> bytes:
+        """The struct's bytes.
+
+        Raises:
+            ConfigError: see ``Launcher.launch``; or a word that no int64 holds.
+        """
+        names = self.fields.get(kernel)
+        if names is None:
+            raise ConfigError(f"there is no kernel {kernel!r}; known: {', '.join(sorted(self.fields))}")
+        try:
+            if len(words) == len(names):
+                return self._structs[kernel].pack(*self._in_order[kernel](words))
+        except KeyError:
+            pass
+        except struct.error as error:
+            raise ConfigError(f"kernel {kernel!r}: a word is no int64 ({error}): {dict(words)}") from None
+        missing, unknown = sorted(set(names) - set(words)), sorted(set(words) - set(names))
+        raise ConfigError(
+            f"kernel {kernel!r}: missing words {missing}, unknown words {unknown}; it takes {list(names)}"
+        )
+
+
+def _looked_up(names: Sequence[str]) -> Callable[[Words], tuple[int, ...]]:
+    """The words of these names, without a loop in Python where ``itemgetter`` gives a tuple."""
+    return itemgetter(*names) if len(names) > 1 else lambda words: tuple(words[name] for name in names)
+
+
+def unpack(names: Sequence[str], packed: bytes) -> dict[str, int]:
+    """A kernel's struct as words by name."""
+    return dict(zip(names, struct.unpack(f"={len(names)}q", packed), strict=True))
+
+
+def native_core() -> ModuleType:
+    """Return ``moe_comm._C``.
+
+    Raises:
+        MissingDependency: it is not built, or was built without the peer-to-peer kernels.
+    """
+    try:
+        from moe_comm import _C  # here because it may not be built
+    except ImportError as error:
+        raise MissingDependency(
+            f"the native core moe_comm._C is not built ({error}); run `pip install -e .`"
+        ) from error
+    if not hasattr(_C, "P2pPlan") or not hasattr(_C, "cuda_archs"):
+        raise MissingDependency("this build of moe_comm._C has no peer-to-peer kernels; run `pip install -e .` again")
+    return _C
+
+
+def kernel_fields() -> dict[str, tuple[str, ...]]:
+    """The words of every kernel, as the native core was compiled with.
+
+    Raises:
+        MissingDependency: there is no native core.
+    """
+    return {kernel: tuple(names) for kernel, names in native_core().p2p_words().items()}
+
+
+def kernel_constants() -> dict[str, int]:
+    """The named numbers of csrc/cuda/args.h.
+
+    Raises:
+        MissingDependency: there is no native core.
+    """
+    return dict(native_core().p2p_constants())

@@ -1,0 +1,128 @@
+"""Published training steps: all of them can be predicted, near enough, and what ran out of memory does."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.plan_validation.published import StepCase, tables
+from benchmarks.plan_validation.published_step import choice, predict_step
+from benchmarks.plan_validation.validate import CONSTANTS, OutOfMemory, Report, validate
+from moe_comm.errors import ConfigError
+
+BEFORE = (
+    "flux-dense",
+    "flux-moe-h800",
+    "flux-moe-l20",
+    "folding",
+    "megascale",
+    "megascale-ablation",
+    "parallelkittens",
+)
+"""Tables that constants are fitted on, or that were there when the model was made."""
+MIXTRAL = StepCase("mixtral-8x7b", 32, 4096, 128, "tp=2,ep=8", "h100", capacity=1.0)
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return validate(predict_step)
+
+
+def test_every_row_of_every_table_is_predicted(report: Report) -> None:
+    assert len(report.rows) == sum(len(table.rows) for table in tables())
+    assert {one.name for one in report.constants} == set(CONSTANTS)
+    assert "folding" in report.text()
+
+
+def test_what_ran_out_of_memory_does_and_nothing_else(report: Report) -> None:
+    for row in report.rows:
+        assert (row.published is None) == (row.predicted is None), row
+
+
+def test_every_fitted_step_reproduces_its_row(report: Report) -> None:
+    fitted = [row for row in report.rows if row.fitted]
+    assert len(fitted) == len(CONSTANTS)
+    assert max(abs(row.error) for row in fitted) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("table", "median", "worst", "beyond"),
+    [
+        ("folding", 0.085, 0.2, 1),
+        ("megascale", 0.12, 0.2, 0),
+        ("megascale-ablation", 0.21, 0.22, 0),
+        ("nemo-dense", 0.06, 0.2, 0),
+        ("nemo-grok", 0.13, 0.2, 0),
+        ("bridge-h100", 0.18, 0.65, 0),
+        ("automodel", 0.05, 0.15, 0),
+        ("torchtitan-a100", 0.05, 0.15, 0),
+        ("llm-foundry-a100", 0.06, 0.15, 0),
+        ("llm-foundry-h100", 0.15, 0.35, 0),
+        ("megatron-weak", 0.2, 0.35, 0),
+    ],
+)
+def test_steps_come_close_to_what_was_published(
+    report: Report, table: str, median: float, worst: float, beyond: int
+) -> None:
+    errors = sorted(report.errors(table))
+    assert report.median(table) <= median
+    assert sum(error > worst for error in errors) <= beyond, errors
+
+
+def test_over_the_tables_of_before_the_median_error_is_below_the_eight_percent_to_reach(report: Report) -> None:
+    errors = [error for table in BEFORE for error in report.errors(table)]
+    assert len(errors) == 48 and statistics.median(errors) <= 0.08
+
+
+def test_nothing_is_fitted_on_tables_that_came_later() -> None:
+    assert {table.name for table in tables() if any(row.fits for row in table.rows)} <= set(BEFORE)
+
+
+def test_folding_wins_each_time_and_more_overlap_is_faster(report: Report) -> None:
+    by_system: dict[str, dict[str, float]] = {}
+    for row in report.rows:
+        if row.table in ("folding", "megascale-ablation") and row.predicted is not None:
+            by_system.setdefault(row.system, {})[row.case] = row.predicted
+    for case, mfu in by_system["Folding"].items():
+        assert all(mfu > every.get(case, 0.0) for name, every in by_system.items() if name != "Folding")
+    ablation = [by_system[name]["240 GPUs"] for name in by_system if "SP+EP" in name]
+    assert ablation == sorted(ablation) and len(set(ablation)) == 3
+
+
+def test_what_is_not_told_is_chosen_as_the_fastest_that_fits() -> None:
+    pinned = choice(MIXTRAL)
+    free = choice(replace(MIXTRAL, mapping="", free=("tp", "ep")))
+    assert not isinstance(pinned, OutOfMemory) and not isinstance(free, OutOfMemory)
+    assert free[1] <= pinned[1]
+    assert predict_step(MIXTRAL) == pinned[1]
+    assert pinned[0].parallel.tp == 2 and pinned[0].parallel.ep == 8
+
+
+def test_what_is_told_is_taken_though_it_would_not_fit() -> None:
+    told = replace(MIXTRAL, mapping="pp=4,vpp=2,ep=8", global_batch=240, micro_batch=3, recompute="none")
+    found = choice(told)
+    assert not isinstance(found, OutOfMemory)
+    assert (found[0].virtual, found[0].micro_batch, found[0].recompute) == (2, 3, "none")
+    alone = replace(told, gpus=1, mapping="", global_batch=3)
+    assert not isinstance(choice(alone), OutOfMemory)
+    assert isinstance(choice(replace(alone, recompute=None)), OutOfMemory)
+
+
+def test_a_system_has_one_dispatcher_unless_it_takes_the_fastest() -> None:
+    case = StepCase("qwen3-30b-a3b", 32, 4096, 128, "pp=2,ep=16", "h100", capacity=1.0)
+    found = {name: choice(replace(case, dispatcher=name)) for name in ("all_to_all", "hierarchical", "auto")}
+    taken = {name: one[0].dispatcher for name, one in found.items() if not isinstance(one, OutOfMemory)}
+    assert taken == {"all_to_all": "all_to_all", "hierarchical": "hierarchical", "auto": "hierarchical"}
+    assert predict_step(replace(case, dispatcher="auto")) < predict_step(case)  # type: ignore[operator]
+
+
+def test_what_cannot_fit_says_by_how_much() -> None:
+    found = predict_step(replace(MIXTRAL, gpus=4, mapping="", global_batch=4))
+    assert isinstance(found, OutOfMemory) and found.missing_bytes > 0
+
+
+def test_what_cannot_run_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="no mapping"):
+        predict_step(replace(MIXTRAL, mapping="tp=64"))

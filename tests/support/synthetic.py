@@ -1,0 +1,360 @@
+"""A run's folder without a run: any number of ranks and steps, with stragglers, slow links and faults where wanted.
+
+What reports and diagnosis are tried on: the right answer is known, and 1,000 ranks take seconds. Each step goes like a
+synchronous one: every rank computes, and the rest of the step it waits for the slowest.
+
+    rank 0  ██████░░░░░░▒▒      █ compute    ░ waits for rank 1    ▒ moves bytes
+    rank 1  ████████████▒▒
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_comm.errors import ConfigError
+from moe_comm.observe.faults import Injection
+from moe_comm.observe.records import (
+    ATTEMPTS,
+    FAULTS,
+    INJECTED,
+    LOADS,
+    METRICS,
+    RANKS,
+    SPANS,
+    Attempt,
+    FaultRecord,
+    LoadLine,
+    append,
+    to_json,
+)
+from moe_comm.topology import ParallelConfig
+from tests.support.synthetic_spans import Step, spans_of
+
+Floats = NDArray[np.float64]
+
+BEGAN_S = 1_700_000_000.0
+START_S, MOST_LINES, MOST_PEERS, LAST_STEP = 12.0, 120_000, 64, 2**31 - 1
+PROBE_S, PROBE_EVERY = 0.002, 10
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank whose compute takes ``factor`` times as long, from step ``first`` to ``last``, both included."""
+
+    rank: int
+    factor: float = 1.5
+    first: int = 1
+    last: int = LAST_STEP
+
+
+@dataclass(frozen=True)
+class SlowLink:
+    """A link between the hosts of two ranks that takes ``factor`` times as long; -1: to or from all."""
+
+    source: int
+    destination: int
+    factor: float = 4.0
+    first: int = 1
+    last: int = LAST_STEP
+
+
+@dataclass(frozen=True)
+class SyntheticFault:
+    """Noticed in ``step``. Where ``action`` is "restart", ranks start again ``down_s`` later, ``lost`` steps back."""
+
+    step: int
+    kind: str = "died"
+    ranks: tuple[int, ...] = (0,)
+    action: str = "restart"
+    lost: int = 5
+    down_s: float = 20.0
+    noticed_s: float = 0.4
+    injected: bool = False
+
+
+@dataclass(frozen=True)
+class SyntheticRun:
+    """What to make up.
+
+    ep: ranks that share one set of experts; None: up to a host's, that divide a stage. step_s: of compute, per step.
+    noise: relative spread of each rank's compute. rank_every: steps between a rank's lines; 0: so that there are about
+    120,000 in all. checkpoint_every: steps between saves, 0: none. span_steps: those whose spans are written.
+    """
+
+    ranks: int = 8
+    steps: int = 100
+    ranks_per_host: int = 8
+    layers: int = 4
+    experts: int = 16
+    top_k: int = 2
+    tokens: int = 8192
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int | None = None
+    step_s: float = 1.0
+    noise: float = 0.01
+    rank_every: int = 0
+    load_every: int = 10
+    checkpoint_every: int = 25
+    stragglers: tuple[Straggler, ...] = ()
+    slow_links: tuple[SlowLink, ...] = ()
+    faults: tuple[SyntheticFault, ...] = ()
+    span_steps: tuple[int, ...] = ()
+    seed: int = 0
+
+    def mapping(self) -> ParallelConfig:
+        """How the ranks are laid out.
+
+        Raises:
+            ConfigError: the degrees do not fit.
+        """
+        stage = self.ranks // self.pp
+        ep = self.ep or math.gcd(stage, self.ranks_per_host)
+        return ParallelConfig.of(self.ranks, tp=self.tp, cp=self.cp, pp=self.pp, ep=ep)
+
+    def host(self, rank: int) -> str:
+        return f"host-{rank // self.ranks_per_host:03d}"
+
+
+@dataclass
+class _Timeline:
+    done: list[Step] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
+    faults: list[FaultRecord] = field(default_factory=list)
+
+
+def write_run(folder: Path, run: SyntheticRun) -> Path:
+    """Write ``run`` into ``folder``, a new or empty one, and return it.
+
+    Raises:
+        ConfigError: the ranks cannot be laid out so, or the folder holds something.
+    """
+    mapping = run.mapping()
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise ConfigError(f"{folder} is not empty; a synthetic run needs a folder of its own")
+    random = np.random.default_rng(run.seed)
+    timeline = _simulate(run, mapping, random)
+    for attempt in timeline.attempts:
+        append(folder / ATTEMPTS, attempt)
+    for fault in timeline.faults:
+        append(folder / FAULTS, fault)
+    for planned in run.faults:
+        if planned.injected:
+            noticed = next(one for one in timeline.faults if one.step == planned.step and one.kind == planned.kind)
+            at_s = noticed.time_s - planned.noticed_s
+            for rank in planned.ranks:
+                key = f"{planned.kind}-{planned.step}-{rank}"
+                append(folder / INJECTED, Injection(at_s, key, planned.kind, rank, planned.step, noticed.attempt, key))
+    loads = _write_loads(folder, run, random)
+    _write_metrics(folder, run, timeline, loads, random)
+    _write_ranks(folder, run, mapping, timeline, random)
+    _write_spans(folder, run, mapping, timeline)
+    return folder
+
+
+def _simulate(run: SyntheticRun, mapping: ParallelConfig, random: np.random.Generator) -> _Timeline:
+    """Every step in the order in which it was done, those that were lost and done again too."""
+    line, now, step, number = _Timeline(), BEGAN_S, 1, 0
+    waiting = sorted(run.faults, key=lambda fault: fault.step)
+    hosts = [run.host(rank) for rank in range(run.ranks)]
+    degrees = {name: int(size) for name, size in mapping.sizes.items()}
+
+    def attempt(source: str, lost: int = 0) -> None:
+        nonlocal now, number
+        gone = line.done[len(line.done) - lost :]
+        last_s = line.done[-1].begin_s + line.done[-1].total_s if line.done else math.nan
+        lost_s = sum(one.total_s for one in gone)
+        line.attempts.append(
+            Attempt(number, run.ranks, now, now + START_S, step, source, degrees, hosts, last_s, lost, lost_s)
+        )
+        now += START_S
+        number += 1
+
+    attempt("fresh")
+    while step <= run.steps:
+        while waiting and waiting[0].step == step:
+            fault = waiting.pop(0)
+            now += fault.noticed_s
+            line.faults.append(
+                FaultRecord(
+                    now, step, fault.kind, list(fault.ranks), fault.action, "made up", fault.noticed_s, number - 1
+                )
+            )
+            if fault.action == "restart":
+                now += fault.down_s
+                lost = min(fault.lost, step - 1)
+                step -= lost
+                attempt("checkpoint", lost)
+        done = _step(run, step, now, random)
+        line.done.append(done)
+        now += done.total_s
+        step += 1
+    return line
+
+
+def _step(run: SyntheticRun, step: int, begin_s: float, random: np.random.Generator) -> Step:
+    compute_R = run.step_s * (1 + run.noise * random.standard_normal(run.ranks)).clip(0.5)
+    for slow in run.stragglers:
+        if slow.first <= step <= slow.last:
+            compute_R[slow.rank] *= slow.factor
+    worst = max([one.factor for one in run.slow_links if one.first <= step <= one.last], default=1.0)
+    data_R = run.step_s * 0.01 * random.random(run.ranks)
+    saving = run.checkpoint_every and step % run.checkpoint_every == 0
+    checkpoint_R = run.step_s * (0.2 if saving else 0.0) * (1 + random.random(run.ranks))
+    own_R = compute_R + data_R + checkpoint_R
+    moving_s = 0.15 * run.step_s * worst if run.ranks > 1 else 0.0
+    loop_s = 0.005 * run.step_s
+    total_s = float(own_R.max()) + moving_s + loop_s
+    parts = {"compute": compute_R, "data": data_R, "checkpoint": checkpoint_R}
+    return Step(step, begin_s, total_s, parts | {"communication": total_s - own_R - loop_s})
+
+
+def _write_loads(folder: Path, run: SyntheticRun, random: np.random.Generator) -> dict[int, NDArray[np.int64]]:
+    """Loads that drift, with one dead expert in the last layer; by step, [layers, experts]."""
+    taste_LE = random.standard_normal((run.layers, run.experts))
+    found = {}
+    slots = run.tokens * run.top_k
+    with (folder / LOADS).open("w", encoding="utf-8") as file:
+        for step in range(1, run.steps + 1):
+            taste_LE = 0.98 * taste_LE + 0.1 * random.standard_normal(taste_LE.shape)
+            if step != 1 and step % run.load_every:
+                continue
+            share_LE = np.exp(taste_LE)
+            if run.experts > 1:
+                share_LE[-1, -1] = 0
+            load_LE = np.floor(slots * share_LE / share_LE.sum(1, keepdims=True)).astype(np.int64)
+            found[step] = load_LE
+            for layer, load_E in enumerate(load_LE):
+                file.write(to_json(LoadLine(step, f"layers.{layer}.moe", load_E.tolist())) + "\n")
+    return found
+
+
+def _write_metrics(
+    folder: Path,
+    run: SyntheticRun,
+    timeline: _Timeline,
+    loads: dict[int, NDArray[np.int64]],
+    random: np.random.Generator,
+) -> None:
+    last = {done.step: done for done in timeline.done}
+    load: dict[str, Any] = {}
+    with (folder / METRICS).open("w", encoding="utf-8") as file:
+        for step, done in sorted(last.items()):
+            if step in loads:
+                load = _load_values(loads[step])
+            times = {name: float(part[0]) for name, part in done.parts.items()} | {"total": done.total_s}
+            values = {
+                "step": step,
+                "loss": 2.0 + 7.0 * math.exp(-3 * step / run.steps) + 0.03 * random.standard_normal(),
+                "lr": 3e-3 * min(step / 20, 1),
+                "grad_norm": 1.0 + 2.0 / step + 0.1 * random.random(),
+                "tokens": run.tokens,
+                "times": times,
+                "memory_bytes": 4 << 30,
+                "mfu": 0.45 * run.step_s / done.total_s,
+                "skipped": "",
+                "stop": "",
+                "loop_s": done.total_s - sum(part[0] for part in done.parts.values()),
+                "load": load,
+                "tokens_per_s": run.tokens / done.total_s,
+            }
+            file.write(to_json(values) + "\n")
+
+
+def _load_values(load_LE: NDArray[np.int64]) -> dict[str, Any]:
+    mean_L = load_LE.mean(1)
+    share_LE = load_LE / load_LE.sum(1, keepdims=True)
+    entropy_L = -(share_LE * np.log(np.where(share_LE > 0, share_LE, 1))).sum(1)
+    dead_L = (load_LE == 0).sum(1)
+    values = {
+        "imbalance": load_LE.max(1) / mean_L,
+        "least": load_LE.min(1) / mean_L,
+        "mean": mean_L,
+        "dead": dead_L,
+        "dead_share": dead_L / load_LE.shape[1],
+        "diversity": np.exp(entropy_L) / load_LE.shape[1],
+        "dropped": np.zeros(len(load_LE)),
+        "balance": np.full(len(load_LE), 2.0),
+    }
+    return {"layers": list(range(len(load_LE)))} | {name: one.tolist() for name, one in values.items()}
+
+
+def _write_ranks(
+    folder: Path, run: SyntheticRun, mapping: ParallelConfig, timeline: _Timeline, random: np.random.Generator
+) -> None:
+    every = run.rank_every or max(1, math.ceil(run.ranks * run.steps / MOST_LINES))
+    lines: list[list[str]] = [[] for _ in range(run.ranks)]
+    peers = [_peers(run, mapping, rank) for rank in range(run.ranks)]
+    hosts = [json.dumps(run.host(rank)) for rank in range(run.ranks)]
+    base_R = (3 << 30) + (random.random(run.ranks) * (1 << 30)).astype(np.int64)
+    written = 0
+    for done in timeline.done:
+        saves = run.checkpoint_every and done.step % run.checkpoint_every == 0
+        if done.step != 1 and done.step % every and not saves:
+            continue
+        probes = written % PROBE_EVERY == 0
+        written += 1
+        parts = {name: part.round(6).tolist() for name, part in done.parts.items()}
+        for rank, rows in enumerate(lines):
+            moving = parts["communication"][rank]
+            links = _probes(run, rank, done.step) if probes and rank % run.ranks_per_host == 0 else {}
+            # Written out by hand: a hundred thousand lines through a dataclass and an encoder take half a minute.
+            rows.append(
+                f'{{"step":{done.step},"rank":{rank},"host":{hosts[rank]},"begin_s":{done.begin_s:.6f},'
+                f'"total":{done.total_s:.6f},"compute":{parts["compute"][rank]},"communication":{moving},'
+                f'"data":{parts["data"][rank]},"checkpoint":{parts["checkpoint"][rank]},'
+                f'"memory_bytes":{base_R[rank] + min(done.step, 50) * (8 << 20)},'
+                f'"waits":{{"dispatch":{moving * 0.4:.6f},"combine":{moving * 0.3:.6f},'
+                f'"collective":{moving * 0.3:.6f}}},{peers[rank]},'
+                f'"rows":{run.tokens * run.top_k * run.layers // run.ranks},"links":{json.dumps(links)}}}\n'
+            )
+    (folder / RANKS).mkdir()
+    for rank, rows in enumerate(lines):
+        (folder / RANKS / f"rank-{rank:05d}.jsonl").write_text("".join(rows), encoding="utf-8")
+
+
+def _peers(run: SyntheticRun, mapping: ParallelConfig, rank: int) -> str:
+    """The bytes of a step, which are the same in all: rows to the ranks that share experts, gradients to all."""
+    group = mapping.group_of(rank, "ep")
+    each = run.tokens * run.top_k * 2048 // max(run.ranks, 1) // len(group)
+    rows = each * (len(group) - 1) * run.layers
+    to = {str(peer): each * run.layers * 2 for peer in group if peer != rank and len(group) <= MOST_PEERS}
+    sent = {"dispatch": rows, "combine": rows, "collective": 2 << 20}
+    return f'"sent":{json.dumps(sent)},"peers":{json.dumps(to)}'
+
+
+def _probes(run: SyntheticRun, rank: int, step: int) -> dict[str, float]:
+    """Seconds from the first rank of every other host."""
+    found = {}
+    here = run.host(rank)
+    for source in range(0, run.ranks, run.ranks_per_host):
+        if source == rank:
+            continue
+        factor = 1.0
+        for link in run.slow_links:
+            if (
+                link.first <= step <= link.last
+                and (link.source < 0 or run.host(link.source) == run.host(source))
+                and (link.destination < 0 or run.host(link.destination) == here)
+            ):
+                factor = max(factor, link.factor)
+        found[str(source)] = PROBE_S * factor
+    return found
+
+
+def _write_spans(folder: Path, run: SyntheticRun, mapping: ParallelConfig, timeline: _Timeline) -> None:
+    wanted = set(run.span_steps)
+    calls: dict[tuple[int, ...], int] = {}
+    for done in timeline.done:
+        if done.step in wanted:
+            for line in spans_of(mapping, run.layers, done, calls):
+                append(folder / SPANS / f"rank-{line.rank:05d}.jsonl", line)
