@@ -109,6 +109,7 @@ class QueuedTimes:
 
 def cuda_times() -> QueuedTimes:
     """For spans of this process's current CUDA device."""
+    # The module itself does without torch, so that spans can be recorded and read without loading it.
     import torch
 
     return QueuedTimes(lambda: torch.cuda.Event(enable_timing=True), torch.cuda.is_current_stream_capturing)

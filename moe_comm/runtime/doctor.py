@@ -1,4 +1,7 @@
-"""What this machine offers and lacks: the body of ``moe-comm doctor``. Looks, and changes nothing."""
+"""What this machine offers and lacks: the body of ``moe-comm doctor``. Looks, and changes nothing.
+
+torch, the native core and rich are imported inside of functions: that one of them is missing is a finding.
+"""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
     launcher or torchrun's agent
         ├─ ranks, attempt 0 ──┐ ask for memory by name,
         ├─ ranks, attempt 1 ──┤ get a file descriptor over the socket, and map it:
-        ┊                     ▼ the keeper itself never looks into it
-        └ ─ ─ watched by ─ ─ keeper: socket (abstract, this user only), {name: memfd}
+        ┊                     ▼ the server itself never looks into it
+        └ ─ ─ watched by ─ ─ memory server: socket (abstract, this user only), {name: memfd}
 
 Nothing of it has a name in a file system: memory and socket are gone with the process. That ends as soon as the
 launcher has ended or has removed its folder, when the ranks say that the run is over, and where for ``idle_s`` seconds
@@ -53,15 +53,15 @@ def peer_user(connection: socket.socket) -> int:
     return int(credentials[1])
 
 
-class Keeper:
+class MemoryServer:
     """Answers requests: JSON objects with a key ``do``, a message each.
 
-    hello               {"token": ...}            differs from keeper to keeper
+    hello               {"token": ...}            differs from server to server
     list                {"sizes": {name: bytes}}
     get, name, size     {"size": bytes} and the descriptor. size 0: what there is, or {"error": ...}; else made, empty,
                         unless it is there in that size
     retain, names       drops all others
-    end                 the keeper ends
+    end                 the server ends
     """
 
     def __init__(self, name: str, owner: int, ticks: int, folder: str, idle_s: float) -> None:
@@ -192,10 +192,10 @@ def main(arguments: list[str]) -> int:
     for kind in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(kind, signal.SIG_IGN)
     try:
-        keeper = Keeper(name, int(owner), int(ticks), folder, float(idle_s))
+        server = MemoryServer(name, int(owner), int(ticks), folder, float(idle_s))
     except OSError:
         return 1  # another rank was faster, or nobody is left to keep anything for
-    keeper.serve()
+    server.serve()
     return 0
 
 

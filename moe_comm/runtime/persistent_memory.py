@@ -1,6 +1,6 @@
 """Memory that outlives this process: two slots a name, one complete while the other is written.
 
-memory of one name, kept by the host's ``keeper``          header (4 KiB)
+memory of one name, kept by the host's ``memory_server``   header (4 KiB)
 ┌────────┬──────────────┬────────┬──────────────┐          mark, length and CRC-32 of what follows,
 │ header │ content      │ header │ content      │          JSON: what the content is, its length and CRC-32
 └────────┴──────────────┴────────┴──────────────┘
@@ -34,9 +34,9 @@ SLOTS = 2
 BLOCK = 32 << 20
 """Bytes of which a checksum is taken at once, without Python's lock."""
 START_S = 20.0
-"""Within which a keeper must answer."""
+"""Within which a memory server must answer."""
 IDLE_S = 1800.0
-"""A keeper without any rank ends after this."""
+"""A memory server without any rank ends after this."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Owner:
             raise MoeCommError("this process has no parent that could start ranks again") from None
 
     def name(self, host: str) -> str:
-        """Of the keeper's socket. host: tells hosts apart that are emulated on one."""
+        """Of the memory server's socket. host: tells hosts apart that are emulated on one."""
         return f"moe_comm-keeper-{os.getuid()}-{self.pid}-{self.ticks}-{host}"
 
 
@@ -164,18 +164,18 @@ def checksum(data: memoryview, crc: int = 0) -> int:
     return crc
 
 
-class KeptMemory:
-    """This process's connection to the keeper of its host.
+class PersistentMemory:
+    """This process's connection to the memory server of its host.
 
     Attributes:
-        token: the same for all processes that share the keeper, and for no other.
+        token: the same for all processes that share the memory server, and for no other.
     """
 
     def __init__(self, owner: Owner, *, host: str = "", start: bool = True, idle_s: float = IDLE_S) -> None:
         """
         Args:
             host: a name where several hosts are emulated on one.
-            start: start the keeper at once if there is none; else wait for another rank to do it, for a while.
+            start: start the memory server at once if there is none; else wait for another rank to do it, for a while.
 
         Raises:
             MoeCommError: there is none and none can be started.
@@ -201,7 +201,7 @@ class KeptMemory:
             if self._child is None and (start or time.monotonic() - began > 2):
                 self._child = _start(owner, name, idle_s)
             time.sleep(0.005)
-        raise MoeCommError(f"no keeper of memory answered within {START_S:g} s")
+        raise MoeCommError(f"no memory server answered within {START_S:g} s")
 
     def names(self) -> dict[str, int]:
         """What is kept, and its size in bytes."""
@@ -226,7 +226,7 @@ class KeptMemory:
         self._ask(do="retain", names=names)
 
     def end(self) -> None:
-        """The run is over: the keeper ends, and all memory with it once nobody has it mapped."""
+        """The run is over: the memory server ends, and all memory with it once nobody has it mapped."""
         with contextlib.suppress(MoeCommError):  # it has ended
             self._ask(do="end")
         self.close()
@@ -241,7 +241,7 @@ class KeptMemory:
     def _handle(self, name: str, size: int) -> int:
         _, handles = self._exchange(do="get", name=name, size=size)
         if len(handles) != 1:
-            raise MoeCommError(f"the keeper of memory gave no handle of {name!r}")
+            raise MoeCommError(f"the memory server gave no handle of {name!r}")
         return handles[0]
 
     def _ask(self, **request: Any) -> dict[str, Any]:
@@ -253,9 +253,9 @@ class KeptMemory:
             text, handles, _, _ = socket.recv_fds(self._socket, memory_server.MESSAGE_BYTES, 1)
             answer = parse_object(text)
         except (OSError, ValueError) as error:
-            raise MoeCommError(f"the keeper of memory does not answer: {error}") from None
+            raise MoeCommError(f"the memory server does not answer: {error}") from None
         if "error" in answer:
-            raise MoeCommError(f"the keeper of memory: {answer['error']}")
+            raise MoeCommError(f"the memory server: {answer['error']}")
         return answer, handles
 
 
@@ -275,7 +275,7 @@ def read(slots: Slots, slot: int) -> tuple[Header, memoryview]:
 
 
 def _start(owner: Owner, name: str, idle_s: float) -> subprocess.Popen[bytes]:
-    """Start a keeper, in a session of its own: what ends the ranks does not end it.
+    """Start a memory server, in a session of its own: what ends the ranks does not end it.
 
     By its file and isolated, so that neither this process's modules nor its environment matter; without the variables
     by which a rank is known.

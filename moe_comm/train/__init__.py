@@ -33,6 +33,7 @@ def run(config_path: str | Path | None, overrides: Sequence[str] = ()) -> RunRes
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingDependency(f"training needs {', '.join(missing)}; install with: pip install 'moe_comm[train]'")
+    # Needs the packages of the extra, and takes seconds to load.
     from moe_comm.train.loop.job import run_config
 
     return run_config(config_path, overrides)

@@ -100,6 +100,7 @@ def family_of(section: ModelSection) -> str:
     """The Hugging Face family that the model's weights export to."""
     if section.pretrained is None:
         return section.family
+    # Loads transformers, which takes a second that other models need not spend.
     from moe_comm.integrations.hugging_face.architecture import read_config
 
     family: str = read_config(section.pretrained).model_type

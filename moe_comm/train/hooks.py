@@ -7,10 +7,7 @@ A hook's methods are called by every rank alike, in the order in which the hooks
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from moe_comm.train.metrics import StepReport
+from moe_comm.train.metrics import StepReport
 
 
 class StepHook:

@@ -208,6 +208,7 @@ class TensorBoardSink:
     series: as there; the worst layers may be others in another step."""
 
     def __init__(self, folder: Path, done: int = 0, series: int = SERIES) -> None:
+        # tensorboard takes a second to load, and only rank 0 writes event files.
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self._writer = SummaryWriter(str(folder), flush_secs=10, purge_step=done + 1 if done else None)

@@ -21,7 +21,16 @@ from hypothesis import strategies as st
 from moe_comm.errors import CheckpointError, MoeCommError
 from moe_comm.runtime import memory_server
 from moe_comm.runtime.memory_server import start_ticks
-from moe_comm.runtime.persistent_memory import HEADER_BYTES, SLOTS, Header, KeptMemory, Owner, Slots, checksum, read
+from moe_comm.runtime.persistent_memory import (
+    HEADER_BYTES,
+    SLOTS,
+    Header,
+    Owner,
+    PersistentMemory,
+    Slots,
+    checksum,
+    read,
+)
 
 DEADLINE_S = 30.0
 HEADER = Header(run="r", epoch="e", step=7, owner=1, layout="l", content=5, state=2, crc=0)
@@ -39,15 +48,15 @@ def owner() -> Iterator[tuple[Owner, subprocess.Popen[bytes]]]:
 
 
 @contextlib.contextmanager
-def connected(owner: Owner, **options: object) -> Iterator[KeptMemory]:
-    kept = KeptMemory(owner, **options)  # type: ignore[arg-type]
+def connected(owner: Owner, **options: object) -> Iterator[PersistentMemory]:
+    kept = PersistentMemory(owner, **options)  # type: ignore[arg-type]
     try:
         yield kept
     finally:
         kept.close()
 
 
-def pid_of(kept: KeptMemory) -> int:
+def pid_of(kept: PersistentMemory) -> int:
     """Of the memory_server."""
     raw = kept._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", raw)[0])
@@ -112,7 +121,7 @@ def test_hosts_that_are_emulated_on_one_share_nothing(owner: tuple[Owner, subpro
         b.end()
 
 
-def test_the_keeper_ends_with_the_run_and_leaves_nothing(owner: tuple[Owner, subprocess.Popen[bytes]]) -> None:
+def test_the_server_ends_with_the_run_and_leaves_nothing(owner: tuple[Owner, subprocess.Popen[bytes]]) -> None:
     with connected(owner[0]) as kept:
         kept.make("a", 1 << 20)
         pid = pid_of(kept)
@@ -125,7 +134,7 @@ def test_the_keeper_ends_with_the_run_and_leaves_nothing(owner: tuple[Owner, sub
     assert ends(pid)
 
 
-def test_the_keeper_ends_when_the_launcher_is_killed(owner: tuple[Owner, subprocess.Popen[bytes]]) -> None:
+def test_the_server_ends_when_the_launcher_is_killed(owner: tuple[Owner, subprocess.Popen[bytes]]) -> None:
     with connected(owner[0]) as kept:
         pid = pid_of(kept)
         owner[1].kill()
@@ -134,7 +143,7 @@ def test_the_keeper_ends_when_the_launcher_is_killed(owner: tuple[Owner, subproc
             kept.names()
 
 
-def test_the_keeper_ends_when_the_launchers_folder_is_gone(
+def test_the_server_ends_when_the_launchers_folder_is_gone(
     owner: tuple[Owner, subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     folder = tmp_path / "launch"
@@ -145,13 +154,13 @@ def test_the_keeper_ends_when_the_launchers_folder_is_gone(
         assert ends(pid)
 
 
-def test_the_keeper_ends_when_no_rank_comes_for_long(owner: tuple[Owner, subprocess.Popen[bytes]]) -> None:
+def test_the_server_ends_when_no_rank_comes_for_long(owner: tuple[Owner, subprocess.Popen[bytes]]) -> None:
     with connected(owner[0], idle_s=2.0) as kept:  # this process must have come by then
         pid = pid_of(kept)
     assert ends(pid)
 
 
-def test_a_second_keeper_of_one_name_gives_way(owner: tuple[Owner, subprocess.Popen[bytes]]) -> None:
+def test_a_second_server_of_one_name_gives_way(owner: tuple[Owner, subprocess.Popen[bytes]]) -> None:
     with connected(owner[0]) as kept:
         arguments = [owner[0].name(""), str(owner[0].pid), str(owner[0].ticks), "", "60"]
         command = [sys.executable, "-I", "-S", memory_server.__file__, *arguments]
@@ -160,7 +169,7 @@ def test_a_second_keeper_of_one_name_gives_way(owner: tuple[Owner, subprocess.Po
         kept.end()
 
 
-def test_a_keeper_of_a_process_that_is_another_by_now_does_not_start(
+def test_a_server_of_a_process_that_is_another_by_now_does_not_start(
     owner: tuple[Owner, subprocess.Popen[bytes]],
 ) -> None:
     arguments = ["moe_comm-test-other", str(owner[0].pid), str(owner[0].ticks + 1), "", "60"]
@@ -169,7 +178,7 @@ def test_a_keeper_of_a_process_that_is_another_by_now_does_not_start(
 
 
 def without(name: str, owner: Owner) -> subprocess.Popen[bytes]:
-    """A keeper in a Python that lacks a function of ``os``."""
+    """A memory server in a Python that lacks a function of ``os``."""
     text = f"import os, runpy; del os.{name}; runpy.run_path({memory_server.__file__!r}, run_name='__main__')"
     arguments = [owner.name(""), str(owner.pid), str(owner.ticks), "", "60"]
     process = subprocess.Popen([sys.executable, "-I", "-S", "-c", text, *arguments])
@@ -178,7 +187,7 @@ def without(name: str, owner: Owner) -> subprocess.Popen[bytes]:
     return process
 
 
-def test_where_python_holds_no_processes_the_keeper_still_ends_with_the_launcher(
+def test_where_python_holds_no_processes_the_server_still_ends_with_the_launcher(
     owner: tuple[Owner, subprocess.Popen[bytes]],
 ) -> None:
     process = without("pidfd_open", owner[0])
@@ -201,7 +210,7 @@ def test_where_memory_without_a_name_cannot_be_had_who_asks_is_told(
     assert process.wait(DEADLINE_S) == 0
 
 
-def test_the_keeper_lives_on_after_requests_that_make_no_sense(owner: tuple[Owner, subprocess.Popen[bytes]]) -> None:
+def test_the_server_lives_on_after_requests_that_make_no_sense(owner: tuple[Owner, subprocess.Popen[bytes]]) -> None:
     with connected(owner[0]) as kept:
         for request in (
             b"\xff",
@@ -219,7 +228,7 @@ def test_the_keeper_lives_on_after_requests_that_make_no_sense(owner: tuple[Owne
         kept.end()
 
 
-def test_the_keeper_needs_nothing_but_the_standard_library() -> None:
+def test_the_server_needs_nothing_but_the_standard_library() -> None:
     code = f"import runpy, sys; runpy.run_path({memory_server.__file__!r}); print(*sys.modules)"
     out = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True).stdout
     assert not {"torch", "numpy", "moe_comm"} & set(out.split())

@@ -3,6 +3,8 @@
 With modules to load beforehand, ranks are forked from a server process that has loaded them: torch and the rest take
 seconds of each rank's processor time, at every restart. The server has made no tensor, so it runs no threads that a
 fork would lose.
+
+torch is imported inside of ``run_agent``: the command line loads this module for every subcommand.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@
 
 Ranks on one host meet through a file and talk over loopback: nothing listens on the machine's other interfaces.
 (torch's TCPStore does, even when it is given 127.0.0.1.)
+
+torch is imported inside of functions: the command line loads this module for every subcommand, and torch takes seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_comm.errors import ConfigError, MoeCommError, PeerError
-from moe_comm.runtime import cpu_guard
+from moe_comm.runtime import cpu_guard, leaving
 from moe_comm.runtime.launch.agent import Interrupted, RankFailed, run_agent
 from moe_comm.runtime.launch.rank_main import RAISED_AT, RESTARTS_VARIABLE, STOPPING
 from moe_comm.runtime.launch.users_frame import shorten

@@ -32,6 +32,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch.distributed as dist
 from torch.distributed import DistError, PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store  # no public way to it
 
@@ -116,8 +117,6 @@ class Watcher:
             HeapError: on every rank, where some rank cannot share memory with its neighbours.
             MissingDependency: on every rank, where some rank has no native core, which records what ranks look at.
         """
-        import torch.distributed as dist
-
         built = texts("built" if native_is_built() else "")
         if not all(built):
             raise MissingDependency(

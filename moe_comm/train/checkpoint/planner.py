@@ -51,7 +51,7 @@ AS_BEFORE = "as before"
 
 
 @dataclass(frozen=True)
-class Own:
+class RankPlan:
     """What a rank tells the coordinator beside its items. unchanged: its items are those of the last save."""
 
     step: int
@@ -106,10 +106,10 @@ class EntryPlanner(SavePlanner):
         unchanged = signature == self._signature
         self._signature = signature
         items = [] if unchanged else [item for name, entry in self._entries.items() for item in _items(name, entry)]
-        return SavePlan(items, planner_data=Own(self.request.step, self.request.state, unchanged))
+        return SavePlan(items, planner_data=RankPlan(self.request.step, self.request.state, unchanged))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        owns: list[Own] = [plan.planner_data for plan in all_plans]
+        owns: list[RankPlan] = [plan.planner_data for plan in all_plans]
         steps = {own.step for own in owns}
         if len(steps) > 1:
             raise CheckpointError(f"ranks disagree on the step to save: {[own.step for own in owns]}")

@@ -1,14 +1,16 @@
-"""One whole run: configuration, text, model, folder, training, evaluation, saved model, sample, what is printed."""
+"""One whole run, from its configuration to its result.
+
+configuration ─▶ text ─▶ model ─▶ folder ─▶ state to resume from ─▶ hooks ─▶ steps ─▶ last checkpoint ─▶ result
+"""
 
 from __future__ import annotations
 
 import contextlib
-import shlex
 import signal
 import socket
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from statistics import fmean
@@ -17,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import moe_comm
-from moe_comm.errors import CorruptPayload, MoeCommError, NonFiniteLoss, PeerError, UnsettledStep, UnsupportedModel
+from moe_comm.errors import CorruptPayload, NonFiniteLoss, PeerError, UnsettledStep
 from moe_comm.layers.config import TransformerConfig
 from moe_comm.observe.effective import effective_time
 from moe_comm.observe.rank_log import dump
@@ -25,16 +27,18 @@ from moe_comm.observe.records import FAULTS, LOADS, METRICS, FaultRecord, append
 from moe_comm.plan.model.shape import ModelShape
 from moe_comm.runtime.events import EVENTS
 from moe_comm.runtime.gemm import gemm_flops
-from moe_comm.runtime.persistent_memory import KeptMemory
+from moe_comm.runtime.persistent_memory import PersistentMemory
+from moe_comm.runtime.watch import Watcher
 from moe_comm.topology import FoldedMesh
 from moe_comm.train import config as configuration
 from moe_comm.train.config import TrainConfig
-from moe_comm.train.data import Corpus, Statistics, prepare_all
+from moe_comm.train.data import Corpus, prepare_all
 from moe_comm.train.hooks import StepHook
 from moe_comm.train.loop.build import DTYPES, architecture_of, build
 from moe_comm.train.loop.collapse import CollapseHint
+from moe_comm.train.loop.ending import closing, draw_sample, export_model, how_to_export, save_end
 from moe_comm.train.loop.feed import CorpusFeed, corpus_settings
-from moe_comm.train.loop.nonblocking_sink import PatientSink
+from moe_comm.train.loop.nonblocking_sink import NonblockingSink
 from moe_comm.train.loop.pauses import PlannedCollections
 from moe_comm.train.loop.progress import Progress, make_progress
 from moe_comm.train.loop.recording import Recording
@@ -55,6 +59,45 @@ RAISED_TOGETHER = (NonFiniteLoss, UnsettledStep, CorruptPayload)
 """By all ranks of a training step, which can still save the weights that were good."""
 
 
+@dataclass(frozen=True)
+class _Run:
+    """What every part of a run uses: its settings, what it trains, on which text, and where it writes."""
+
+    config: TrainConfig
+    state: TrainState
+    corpus: Corpus
+    ranks: Ranks
+    folder: RunFolder
+    progress: Progress
+
+
+@dataclass(frozen=True)
+class _Start:
+    """Where a run begins: after ``step`` steps.
+
+    source: of the state, as in ``Attempt``. passed_over: checkpoints that could not be used.
+    """
+
+    step: int
+    source: str
+    passed_over: tuple[FaultRecord, ...] = ()
+
+
+@dataclass(frozen=True)
+class _End:
+    """How a run that did not fail ended.
+
+    status: as in ``RunResult``. saved: the last checkpoint. interrupted: the user asked for the end. signal: the first
+    one received; 0 for none.
+    """
+
+    status: str
+    saved: Path
+    interrupted: bool
+    validation_loss: float | None
+    signal: int
+
+
 def run_config(config_path: str | Path | None, overrides: Sequence[str] = ()) -> RunResult:
     """See ``moe_comm.train.run``."""
     config = configuration.load(config_path, overrides)
@@ -64,12 +107,12 @@ def run_config(config_path: str | Path | None, overrides: Sequence[str] = ()) ->
     mesh = FoldedMesh(config.parallel.mapping(ranks.world), device_of_run())
     corpus = open_corpus(config, ranks)
     architecture = architecture_of(config, corpus.vocab_size)
-    machinery = build(config, architecture, mesh, peak_flops(config, mesh, ranks))
+    state = build(config, architecture, mesh, peak_flops(config, mesh, ranks))
     progress = make_progress(ranks.is_first, config.run.log_every)
     kept = open_kept(ranks, progress.say) if config.checkpoint.peer_every else None
     folder = RunFolder.make(config, ranks, kept_runs(kept, ranks) if config.checkpoint.peer_every else ())
     progress.say(_opening(config, architecture, corpus, mesh, folder))
-    return _train(config, machinery, corpus, ranks, folder, progress, kept)
+    return _train(_Run(config, state, corpus, ranks, folder, progress), kept)
 
 
 def _asked_to_stop(signals: Sequence[int], ranks: Ranks) -> bool:
@@ -121,220 +164,218 @@ def peak_flops(config: TrainConfig, mesh: FoldedMesh, ranks: Ranks) -> float:
     return float(ranks.sum(torch.tensor([gemm_flops(DTYPES[config.model.dtype], mesh.device)], dtype=torch.float64)))
 
 
-def _train(
-    config: TrainConfig,
-    machinery: TrainState,
-    corpus: Corpus,
-    ranks: Ranks,
-    folder: RunFolder,
-    progress: Progress,
-    kept: KeptMemory | None,
-) -> RunResult:
+def _train(run: _Run, kept: PersistentMemory | None) -> RunResult:
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         stack.enter_context(handler_put_back(signal.SIGTERM))
-        sinks: list[MetricsSink] = []
-        EVENTS.enabled = config.observe.events
-        watch = watch_run(config, ranks, folder.path, progress.say)
+        EVENTS.enabled = run.config.observe.events
+        watch = watch_run(run.config, run.ranks, run.folder.path, run.progress.say)
         if watch is not None:
             stack.enter_context(watch)
-        saver = RunSaver(folder.checkpoints, config, machinery, corpus, _versions())
-        stack.push(saver.leave)
-        if kept is not None:
-            stack.callback(kept.close)
-            every, timeout_s = config.checkpoint.peer_every, max(60.0, config.parallel.timeout_s)
-            saver.memory = PeerMemory(
-                kept, ranks, machinery.mesh, folder.path, every, saver.capture, timeout_s=timeout_s
-            )
-            stack.callback(saver.memory.close)
-        passed_over: list[FaultRecord] = []
-        first_step, source = 0, "fresh"
-        if folder.note:
-            progress.say(folder.note)
-        if folder.checkpoint is not None:
-            first_step, source = saver.resume(folder.checkpoint), "checkpoint"
-            progress.say(f"goes on after step {first_step} from {folder.checkpoint}")
-        elif config.checkpoint.resume != "no":
-            first_step, source = go_on(saver, folder.checkpoints, ranks, progress.say, passed_over.append)
-        hosts = ranks.texts(socket.gethostname())
-        attempts = None
-        if ranks.is_first:
-            begins_again = config.checkpoint.resume == "auto" and source == "fresh"
-            earlier = carry_over(folder.path, config.run.name) if begins_again else None
-            attempts = AttemptLog(folder.path, machinery.mesh, first_step, source, hosts, earlier)
-            if first_step:
-                folder.forget_result()
+        saver = _open_saver(run, kept, stack)
+        start = _restore(run, saver)
+        attempts = _open_attempt_log(run, start)
 
-        def noticed(record: FaultRecord) -> None:
+        def record_fault(record: FaultRecord) -> None:
             if attempts is not None:
-                append(folder.path / FAULTS, replace(record, attempt=attempts.attempt.number))
+                append(run.folder.path / FAULTS, replace(record, attempt=attempts.attempt.number))
 
-        if ranks.is_first:
-            corpus.save_tokenizer(folder.tokenizer)
-            series, every = config.observe.series, config.observe.every
-            made: dict[str, MetricsSink] = {
-                METRICS: JsonlSink(folder.path / METRICS, first_step, series),
-                "tensorboard": TensorBoardSink(folder.path / "tensorboard", first_step, series),
-            }
-            if every:
-                made[LOADS] = LoadsSink(folder.path / LOADS, every, first_step)
-            sinks += [PatientSink(sink, name, progress.say, noticed) for name, sink in made.items()]
+        sinks = _open_sinks(run, start.step, record_fault)
         for sink in sinks:
             stack.callback(sink.close)
-        feed = CorpusFeed(corpus, machinery.mesh, config.parallel.context, config.data.micro_batches, config.run.steps)
+        feed = _open_feed(run)
         stack.enter_context(feed)
-        hooks: list[StepHook] = [] if watch is None else [StepBegins(watch)]
-        if config.observe.events:
-            hooks.append(Recording(folder.path, ranks, config.observe, first_step, machinery.mesh.device))
-        if saver.memory is not None:
-            hooks.append(saver.memory)
-        if attempts is not None:
-            hooks.append(attempts)
-        hint = CollapseHint(config, machinery.num_experts, machinery.top_k, progress.say)
-        hooks.append(hint)
-        if config.run.gc_every:
-            hooks.append(PlannedCollections(config.run.gc_every))
-        if config.faults.plan:
-            from moe_comm.train.resilience.inject import Injector  # what does harm is not even loaded otherwise
-
-            hooks.append(Injector(config, machinery.stages, corpus, saver, ranks, folder.path))
-        if watch is not None:
-            hooks.append(StepEnds(watch))
-
-        for record in passed_over:
-            noticed(record)
+        hint = CollapseHint(run.config, run.state.num_experts, run.state.top_k, run.progress.say)
+        hooks = _make_hooks(run, saver, start.step, watch, attempts, hint)
+        for record in start.passed_over:
+            record_fault(record)
         trainer = Trainer(
-            config,
-            machinery,
+            run.config,
+            run.state,
             feed,
-            ranks,
+            run.ranks,
             saver=saver,
             sinks=sinks,
             hooks=hooks,
-            progress=progress,
-            on_fault=noticed,
-            first_step=first_step,
+            progress=run.progress,
+            on_fault=record_fault,
+            first_step=start.step,
         )
         for hook in hooks:
             stack.callback(hook.close)
         if watch is not None:
             stack.push(watch)  # leaves first too: the others are not to wait for what ends a rank that has failed
-        signals: list[int] = []
-        try:
-            with stop_on_signals(trainer.request_stop) as signals:
-                status = trainer.fit()
-                saved = _save_end(trainer, saver)
-                # Who asks to stop is not made to wait: what stands behind may kill ranks that take long to end.
-                interrupted = status == "interrupted" or _asked_to_stop(signals, ranks)
-                validation_loss = None if interrupted else trainer.evaluate()
-                interrupted = interrupted or _asked_to_stop(signals, ranks)
-                if not interrupted:
-                    _export(saved, folder, ranks, progress)
-        except BaseException as error:
-            # A second Ctrl-C ends it at once; a rank that has not seen it yet sees its peers end.
-            stopped = isinstance(error, KeyboardInterrupt)
-            stopped = stopped or (signal.SIGINT in signals and isinstance(error, PeerError))
-            if config.observe.events and not stopped:
-                dump(folder.path, f"{type(error).__name__}: {error}")
-            if ranks.is_first:
-                ended: dict[str, object] = {"status": "interrupted", "signal": int(signal.SIGINT)}
-                if not stopped:
-                    ended = {"status": "failed", "error": f"{type(error).__name__}: {error}"}
-                folder.save_result(ended | {"steps": trainer.next_step} | _versions())
-            if isinstance(error, RAISED_TOGETHER):
-                progress.say(_how_to_export(_save_end(trainer, saver)))
-                _close(machinery)
-            raise
-        _close(machinery)
-        losses = [report.loss for report in trainer.reports] or [float("nan")]
-        statistics = corpus.statistics()
-        result = RunResult(
-            folder=folder.path,
-            status=status,
-            steps=trainer.next_step,
-            first_loss=losses[0],
-            last_loss=fmean(losses[-LAST_STEPS:]),
-            validation_loss=validation_loss,
-            unigram_entropy=statistics.unigram_entropy,
-            seconds=time.monotonic() - began,
-            signal=signals[0] if signals else 0,
-        )
-        if ranks.is_first:
-            if not interrupted:
-                result = replace(result, sample=_sample(config, corpus, folder))
-            effective = effective_time(folder.path, time.time())
-            told: dict[str, object] = {"mapping": str(machinery.mesh.config)}
-            told |= {} if effective is None else {"effective_time": effective.as_dict()}
-            told |= {"hint": hint.text} if hint.text else {}
-            told |= {} if saver.memory is None else {"peer_memory": saver.memory.summary()}
-            folder.save_result(asdict(result) | told | _versions())
-            progress.say(_closing(result, statistics))
-            if effective is not None and effective.attempts > 1:
-                progress.say(str(effective))
-            if interrupted:
-                progress.say(_how_to_export(saved))
+        end = _fit(run, trainer, saver)
+        _close(run.state)
+        result = _result(run, trainer, end, time.monotonic() - began)
+        if run.ranks.is_first:
+            if not end.interrupted:
+                result = replace(result, sample=draw_sample(run.config, run.corpus, run.folder))
+            more: dict[str, object] = {"hint": hint.text} if hint.text else {}
+            more |= {} if saver.memory is None else {"peer_memory": saver.memory.summary()}
+            _report(run, result, end, more)
         if saver.memory is not None:
             saver.memory.finish()
         return result
 
 
-def _close(machinery: TrainState) -> None:
-    """Give back the groups and memory that the ranks share. Collective."""
-    for stage in machinery.stages:
-        stage.close()  # type: ignore[operator]
-    machinery.runner.close()
+def _open_saver(run: _Run, kept: PersistentMemory | None, stack: contextlib.ExitStack) -> RunSaver:
+    """The run's checkpoints, and its state in memory where ``kept`` is given. ``stack`` closes both."""
+    saver = RunSaver(run.folder.checkpoints, run.config, run.state, run.corpus, _versions())
+    stack.push(saver.leave)
+    if kept is not None:
+        stack.callback(kept.close)
+        every, timeout_s = run.config.checkpoint.peer_every, max(60.0, run.config.parallel.timeout_s)
+        saver.memory = PeerMemory(
+            kept, run.ranks, run.state.mesh, run.folder.path, every, saver.capture, timeout_s=timeout_s
+        )
+        stack.callback(saver.memory.close)
+    return saver
 
 
-def _save_end(trainer: Trainer, saver: RunSaver) -> Path:
-    """The run's last checkpoint, on the disk; made here unless the loop has just made it. Collective."""
-    latest = saver.latest()
-    if latest is None or latest.name != f"step-{trainer.next_step:08d}":
-        saver.save(trainer.next_step)
-        saver.finish()
-        latest = saver.latest()
-    assert latest is not None, "a save that did not fail left a checkpoint"
-    return latest
+def _restore(run: _Run, saver: RunSaver) -> _Start:
+    """Load the state that the run resumes from, if there is any. Collective."""
+    if run.folder.note:
+        run.progress.say(run.folder.note)
+    if run.folder.checkpoint is not None:
+        step = saver.resume(run.folder.checkpoint)
+        run.progress.say(f"goes on after step {step} from {run.folder.checkpoint}")
+        return _Start(step, "checkpoint")
+    passed_over: list[FaultRecord] = []
+    if run.config.checkpoint.resume == "no":
+        return _Start(0, "fresh")
+    step, source = go_on(saver, run.folder.checkpoints, run.ranks, run.progress.say, passed_over.append)
+    return _Start(step, source, tuple(passed_over))
 
 
-def _export(checkpoint: Path, folder: RunFolder, ranks: Ranks, progress: Progress) -> None:
-    """From ``checkpoint`` the model for others to load, however long that takes. Collective.
-
-    A model that no Hugging Face family has is in the checkpoint alone.
-    """
-
-    def export() -> str:
-        # It loads transformers, which takes a second that other ranks need not spend.
-        from moe_comm.train.loop.export import export_checkpoint
-
-        try:
-            folder.save_model(lambda fresh: export_checkpoint(checkpoint, fresh))
-        except UnsupportedModel as error:
-            progress.say(f"no model folder, only checkpoints: {error}")
-        except MoeCommError as error:
-            return str(error)
-        return ""
-
-    if fault := ranks.while_first(export):
-        raise MoeCommError(f"the model could not be written: {fault}")
+def _open_attempt_log(run: _Run, start: _Start) -> AttemptLog | None:
+    """The record of this start of the ranks, on rank 0; None on the others. Collective."""
+    hosts = run.ranks.texts(socket.gethostname())
+    if not run.ranks.is_first:
+        return None
+    begins_again = run.config.checkpoint.resume == "auto" and start.source == "fresh"
+    earlier = carry_over(run.folder.path, run.config.run.name) if begins_again else None
+    attempts = AttemptLog(run.folder.path, run.state.mesh, start.step, start.source, hosts, earlier)
+    if start.step:
+        run.folder.forget_result()
+    return attempts
 
 
-def _how_to_export(checkpoint: Path) -> str:
-    return f"saved {checkpoint}; as a Hugging Face folder: moe-comm export {shlex.quote(str(checkpoint))} OUT"
+def _open_sinks(run: _Run, done: int, record_fault: Callable[[FaultRecord], None]) -> list[MetricsSink]:
+    """What writes each step's metrics, on rank 0; none on the others. Lines of steps after ``done`` are dropped."""
+    if not run.ranks.is_first:
+        return []
+    folder, observe = run.folder.path, run.config.observe
+    run.corpus.save_tokenizer(run.folder.tokenizer)
+    made: dict[str, MetricsSink] = {
+        METRICS: JsonlSink(folder / METRICS, done, observe.series),
+        "tensorboard": TensorBoardSink(folder / "tensorboard", done, observe.series),
+    }
+    if observe.every:
+        made[LOADS] = LoadsSink(folder / LOADS, observe.every, done)
+    return [NonblockingSink(sink, name, run.progress.say, record_fault) for name, sink in made.items()]
 
 
-def _sample(config: TrainConfig, corpus: Corpus, folder: RunFolder) -> str:
-    """Load the saved model as anyone would, and draw a text from it; "" where there is none."""
-    if not config.run.sample_tokens or not folder.model.exists():
-        return ""
-    from moe_comm.train.loop import sample
+def _open_feed(run: _Run) -> CorpusFeed:
+    config = run.config
+    return CorpusFeed(run.corpus, run.state.mesh, config.parallel.context, config.data.micro_batches, config.run.steps)
 
-    model = sample.load_model(folder.model)
-    ids = sample.continue_text(
-        model, corpus.prompt(32), config.run.sample_tokens, config.run.temperature, config.run.seed
+
+def _make_hooks(
+    run: _Run, saver: RunSaver, done: int, watch: Watcher | None, attempts: AttemptLog | None, hint: CollapseHint
+) -> list[StepHook]:
+    """What observes the steps after ``done``, in the order in which it is called."""
+    config = run.config
+    hooks: list[StepHook] = [] if watch is None else [StepBegins(watch)]
+    if config.observe.events:
+        hooks.append(Recording(run.folder.path, run.ranks, config.observe, done, run.state.mesh.device))
+    if saver.memory is not None:
+        hooks.append(saver.memory)
+    if attempts is not None:
+        hooks.append(attempts)
+    hooks.append(hint)
+    if config.run.gc_every:
+        hooks.append(PlannedCollections(config.run.gc_every))
+    if config.faults.plan:
+        # What injects faults is loaded only where a run asks for it.
+        from moe_comm.train.resilience.inject import Injector
+
+        hooks.append(Injector(config, run.state.stages, run.corpus, saver, run.ranks, run.folder.path))
+    if watch is not None:
+        hooks.append(StepEnds(watch))
+    return hooks
+
+
+def _fit(run: _Run, trainer: Trainer, saver: RunSaver) -> _End:
+    """Train, save, evaluate and export, or record why the run failed and raise. Collective."""
+    signals: list[int] = []
+    try:
+        with stop_on_signals(trainer.request_stop) as signals:
+            status = trainer.fit()
+            saved = save_end(trainer, saver)
+            # Who asks to stop is not made to wait: what stands behind may kill ranks that take long to end.
+            interrupted = status == "interrupted" or _asked_to_stop(signals, run.ranks)
+            validation_loss = None if interrupted else trainer.evaluate()
+            interrupted = interrupted or _asked_to_stop(signals, run.ranks)
+            if not interrupted:
+                export_model(saved, run.folder, run.ranks, run.progress)
+    except BaseException as error:
+        _record_failure(run, trainer, error, signals)
+        if isinstance(error, RAISED_TOGETHER):
+            run.progress.say(how_to_export(save_end(trainer, saver)))
+            _close(run.state)
+        raise
+    return _End(status, saved, interrupted, validation_loss, signals[0] if signals else 0)
+
+
+def _record_failure(run: _Run, trainer: Trainer, error: BaseException, signals: Sequence[int]) -> None:
+    """Write the result of a run that ``error`` ends, and this rank's last events."""
+    # A second Ctrl-C ends it at once; a rank that has not seen it yet sees its peers end.
+    stopped = isinstance(error, KeyboardInterrupt)
+    stopped = stopped or (signal.SIGINT in signals and isinstance(error, PeerError))
+    what = f"{type(error).__name__}: {error}"
+    if run.config.observe.events and not stopped:
+        dump(run.folder.path, what)
+    if run.ranks.is_first:
+        ended: dict[str, object] = {"status": "interrupted", "signal": int(signal.SIGINT)}
+        if not stopped:
+            ended = {"status": "failed", "error": what}
+        run.folder.save_result(ended | {"steps": trainer.next_step} | _versions())
+
+
+def _result(run: _Run, trainer: Trainer, end: _End, seconds: float) -> RunResult:
+    losses = [report.loss for report in trainer.reports] or [float("nan")]
+    return RunResult(
+        folder=run.folder.path,
+        status=end.status,
+        steps=trainer.next_step,
+        first_loss=losses[0],
+        last_loss=fmean(losses[-LAST_STEPS:]),
+        validation_loss=end.validation_loss,
+        unigram_entropy=run.corpus.statistics().unigram_entropy,
+        seconds=seconds,
+        signal=end.signal,
     )
-    text = sample.shown(corpus.tokenizer().decode(ids))
-    folder.save_sample(text)
-    return text
+
+
+def _report(run: _Run, result: RunResult, end: _End, more: Mapping[str, object]) -> None:
+    """Write ``result`` and ``more`` to the run's folder, and print what the user is to know."""
+    effective = effective_time(run.folder.path, time.time())
+    told: dict[str, object] = {"mapping": str(run.state.mesh.config)}
+    told |= {} if effective is None else {"effective_time": effective.as_dict()}
+    run.folder.save_result(asdict(result) | told | dict(more) | _versions())
+    run.progress.say(closing(result, run.corpus.statistics()))
+    if effective is not None and effective.attempts > 1:
+        run.progress.say(str(effective))
+    if end.interrupted:
+        run.progress.say(how_to_export(end.saved))
+
+
+def _close(state: TrainState) -> None:
+    """Give back the groups and memory that the ranks share. Collective."""
+    for stage in state.stages:
+        stage.close()  # type: ignore[operator]
+    state.runner.close()
 
 
 def _versions() -> dict[str, str]:
@@ -357,22 +398,4 @@ def _opening(
         f"{statistics.validation_tokens:,} to validate, {statistics.bytes_per_token:.2f} bytes each; "
         f"{config.run.steps} steps take {epochs} epochs\n"
         f"run folder {folder.path}"
-    )
-
-
-def _closing(result: RunResult, statistics: Statistics) -> str:
-    rows = [
-        ("loss, first step", result.first_loss),
-        (f"loss, last {min(LAST_STEPS, result.steps)} steps", result.last_loss),
-        *([] if result.validation_loss is None else [("loss, validation text", result.validation_loss)]),
-        ("unigram entropy of the text", result.unigram_entropy),
-    ]
-    table = "\n".join(
-        f"  {name:<30}{value:8.3f} nats/token{value / statistics.bytes_per_token:8.3f} nats/byte"
-        for name, value in rows
-    )
-    drawn = f"sample:\n{result.sample}\n\n" if result.sample else ""
-    return (
-        f"\n{drawn}{result.status} after {result.steps} steps, {result.seconds:.0f} s\n{table}\n"
-        f"run folder {result.folder}"
     )

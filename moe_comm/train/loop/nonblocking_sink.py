@@ -25,7 +25,7 @@ KEPT = 100
 """Reports that wait for a sink; those after them are left out. With the loads of a large model one has 100 kB."""
 
 
-class PatientSink:
+class NonblockingSink:
     """``sink``, of which no call takes longer than ``patience_s``, and the second one in a row that would no time.
 
     What the sink raises is raised by the call that waited for it, or by the next one.

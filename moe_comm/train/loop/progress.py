@@ -58,6 +58,7 @@ class Bar:
     """A live bar: step, loss, tokens a second, load imbalance, time left."""
 
     def __init__(self) -> None:
+        # Only rank 0 on a terminal draws a bar.
         from rich.progress import BarColumn, Progress, TextColumn
 
         self._bar = Progress(

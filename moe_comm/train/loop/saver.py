@@ -30,10 +30,10 @@ class RunSaver:
     """
 
     def __init__(
-        self, folder: Path, config: TrainConfig, machinery: TrainState, corpus: Corpus, extra: Mapping[str, Any]
+        self, folder: Path, config: TrainConfig, train_state: TrainState, corpus: Corpus, extra: Mapping[str, Any]
     ) -> None:
         """``extra``: what else the checkpoint is to say, in JSON."""
-        self._config, self._machinery, self._corpus, self._extra = config, machinery, corpus, extra
+        self._config, self._train_state, self._corpus, self._extra = config, train_state, corpus, extra
         self._checkpoints = Checkpointer(
             folder, keep=config.checkpoint.keep, timeout_s=max(1800.0, config.parallel.timeout_s)
         )
@@ -104,30 +104,30 @@ class RunSaver:
 
     def _take_over(self, state: Mapping[str, Any], where: str) -> None:
         """The tensors of ``entries`` are those of ``state``: let the rest follow."""
-        machinery = self._machinery
+        train_state = self._train_state
         self._copy_tied()
         steps = state.get("optimizer_steps")
         if not isinstance(steps, int):
             raise CheckpointError(f"{where} does not say how many updates its optimizer has made")
-        machinery.optimizer.load_steps(steps)
-        machinery.data_parallel.publish()
-        machinery.history.load(state.get("history"))
+        train_state.optimizer.load_steps(steps)
+        train_state.data_parallel.publish()
+        train_state.history.load(state.get("history"))
         self._corpus.resume(state["sampler"])
 
     def entries(self) -> dict[str, Entry]:
         """Everything that changes in training and lies on this rank, by its name in the whole model."""
-        machinery = self._machinery
-        place, sizes = machinery.mesh.place, machinery.mesh.sizes
-        states = machinery.optimizer.state_tensors()
+        train_state = self._train_state
+        place, sizes = train_state.mesh.place, train_state.mesh.sizes
+        states = train_state.optimizer.state_tensors()
         found: dict[str, Entry] = {}
-        for owned in machinery.data_parallel.owned():
+        for owned in train_state.data_parallel.owned():
             name = self._origin(owned.name)
             parts = {f"{MODEL}/{name}": owned.value.detach()}
             parts |= {f"{OPTIMIZER}/{name}/{key}": value for key, value in states.get(owned.name, {}).items()}
             for key, tensor in parts.items():
                 # A schedule shaped like a V has both copies of a tied embedding here: one is enough.
                 found.setdefault(key, Entry.of(tensor, owned.sharding, place, sizes, owned.share))
-        for stage in machinery.stages:
+        for stage in train_state.stages:
             for layer_name, layer in moe_layers(stage):
                 if layer.router.correction_bias is not None:
                     bias = layer.router.correction_bias
@@ -135,27 +135,27 @@ class RunSaver:
         return found
 
     def _origin(self, name: str) -> str:
-        return EMBEDDING if name == HEAD and HEAD in self._machinery.data_parallel.tied else name
+        return EMBEDDING if name == HEAD and HEAD in self._train_state.data_parallel.tied else name
 
     @torch.no_grad()
     def _copy_tied(self) -> None:
         """Give the second copy of a tied embedding on this rank, if there is one, what the first was loaded with."""
-        machinery = self._machinery
-        states = machinery.optimizer.state_tensors()
-        copies = {owned.name: owned for owned in machinery.data_parallel.owned() if owned.name in (EMBEDDING, HEAD)}
-        if machinery.data_parallel.tied and len(copies) == 2:
+        train_state = self._train_state
+        states = train_state.optimizer.state_tensors()
+        copies = {owned.name: owned for owned in train_state.data_parallel.owned() if owned.name in (EMBEDDING, HEAD)}
+        if train_state.data_parallel.tied and len(copies) == 2:
             copies[HEAD].value.copy_(copies[EMBEDDING].value)
             for key, value in states.get(HEAD, {}).items():
                 value.copy_(states[EMBEDDING][key])
 
     def _state(self, step: int) -> dict[str, Any]:
         return {
-            "optimizer_steps": self._machinery.optimizer.steps,
+            "optimizer_steps": self._train_state.optimizer.steps,
             "sampler": self._corpus.state(step),
-            "history": self._machinery.history.state(),
+            "history": self._train_state.history.state(),
             "config": configuration.dump(self._config),
             "vocab": self._corpus.vocab_size,
             "end_of_text": self._corpus.end_of_text,
-            "mapping": str(self._machinery.mesh.config),
+            "mapping": str(self._train_state.mesh.config),
             **self._extra,
         }

@@ -39,7 +39,7 @@ from moe_comm.train.pipeline.batch import MicroBatch
 from moe_comm.train.pipeline.runner import Runner
 from moe_comm.train.ranks import Ranks
 from moe_comm.train.resilience.agreement import Agreed, Agreement
-from moe_comm.train.resilience.guard import DAMAGED_TRIES, Do, FaultSink, Guard, History
+from moe_comm.train.resilience.guard import DAMAGED_TRIES, FaultSink, Guard, History, StepDecision
 
 STOP_REASONS = ("interrupted", "time limit")
 SAID = {"stop": "; the run ends", "skip": "; the step is left out"}
@@ -207,11 +207,11 @@ class Trainer:
         while True:
             agreed, done = self._try(step, batch, clock)
             grad_norm = math.nan
-            if done is Do.GO:
+            if done is StepDecision.GO:
                 grad_norm, done = self._sum_gradients(clock)
-            if done is not Do.RERUN:
+            if done is not StepDecision.RERUN:
                 break
-        staged_s = self._update(lr, agreed, clock) if done is Do.GO else 0.0
+        staged_s = self._update(lr, agreed, clock) if done is StepDecision.GO else 0.0
         total_s = time.perf_counter() - began + saved_s
         compute_s, communication_s = max(clock.busy - clock.moving, 0.0), clock.moving + clock.agreeing
         mfu = None
@@ -232,7 +232,7 @@ class Trainer:
             reruns=guard.reruns,
         )
 
-    def _try(self, step: int, batch: StepBatch, clock: _Clock) -> tuple[Agreed, Do]:
+    def _try(self, step: int, batch: StepBatch, clock: _Clock) -> tuple[Agreed, StepDecision]:
         """Forward and backward of a step, from nothing: what came of an earlier try is forgotten."""
         machinery = self.machinery
         at = time.perf_counter()
@@ -252,7 +252,7 @@ class Trainer:
         clock.agreeing += COMMUNICATION.take()
         return agreed, done
 
-    def _sum_gradients(self, clock: _Clock) -> tuple[float, Do]:
+    def _sum_gradients(self, clock: _Clock) -> tuple[float, StepDecision]:
         """Sum gradients over ranks and clip them: their norm, and whether it is right."""
         machinery = self.machinery
         at = time.perf_counter()

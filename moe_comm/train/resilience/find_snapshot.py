@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_comm.errors import CheckpointError, MoeCommError, PeerDied
 from moe_comm.runtime import persistent_memory as memory
-from moe_comm.runtime.persistent_memory import Header, KeptMemory
+from moe_comm.runtime.persistent_memory import Header, PersistentMemory
 from moe_comm.runtime.untrusted import parse_object
 from moe_comm.train.ranks import Ranks
 
@@ -44,10 +44,10 @@ class Search:
     """What is kept of a run, on all hosts. Collective; over the default group.
 
     Args:
-        hosts: by rank, what tells keepers apart.
+        hosts: by rank, what tells memory servers apart.
     """
 
-    def __init__(self, kept: KeptMemory, ranks: Ranks, hosts: Sequence[str], run: str) -> None:
+    def __init__(self, kept: PersistentMemory, ranks: Ranks, hosts: Sequence[str], run: str) -> None:
         self._kept, self._ranks = kept, ranks
         self._host_of = [hosts.index(host) for host in hosts]
         own = self._listing(run) if self._host_of[ranks.rank] == ranks.rank else []

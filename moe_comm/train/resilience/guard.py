@@ -44,7 +44,7 @@ FaultSink = Callable[[FaultRecord], None]
 """Takes what was noticed; on every rank alike, and it is enough that one rank writes it."""
 
 
-class Do(Enum):
+class StepDecision(Enum):
     """What to do with a step."""
 
     GO = "go"
@@ -152,7 +152,7 @@ class Guard:
         """Why the step is left out."""
         return self._skipped
 
-    def after_loss(self, agreed: Agreed, loss: float, parameters: Iterable[nn.Parameter]) -> Do:
+    def after_loss(self, agreed: Agreed, loss: float, parameters: Iterable[nn.Parameter]) -> StepDecision:
         """All ranks have agreed on a try. Collective, where the step was run again.
 
         Args:
@@ -179,7 +179,7 @@ class Guard:
             )
         return self._spike("loss", agreed.loss, self._history.losses, self._settings.loss_spike)
 
-    def after_norm(self, norm: float) -> Do:
+    def after_norm(self, norm: float) -> StepDecision:
         """The norm of the summed gradients is known; ``after_loss`` said to go on.
 
         Raises:
@@ -192,14 +192,14 @@ class Guard:
             done = self._bad(_Problem("nonfinite", (), what))
         else:
             done = self._spike("gradient's norm", norm, self._history.norms, self._settings.norm_spike)
-        if done is Do.GO:
+        if done is StepDecision.GO:
             self._settle()
             self._history.add(self._loss, norm, self._settings.window)
         return done
 
     # --- one kind of problem each ---
 
-    def _damage(self, damaged: Mapping[int, int]) -> Do:
+    def _damage(self, damaged: Mapping[int, int]) -> StepDecision:
         who = ", ".join(f"{count} block(s) on rank {rank}" for rank, count in damaged.items())
         what = f"rows arrived damaged: {who}"
         self._damaged += 1
@@ -214,9 +214,9 @@ class Guard:
             "ranks' hosts out, or look at their memory and network"
         )
 
-    def _spike(self, name: str, value: float, known: deque[float], factor: float | None) -> Do:
+    def _spike(self, name: str, value: float, known: deque[float], factor: float | None) -> StepDecision:
         if not self._over(value, known, factor):
-            return Do.GO
+            return StepDecision.GO
         mean = fmean(known)
         return self._bad(
             _Problem("spike", (), f"the {name} is {value:.4g}, {value / mean:.3g} times its mean of {mean:.4g}")
@@ -227,7 +227,7 @@ class Guard:
             return False
         return value > factor * fmean(known)
 
-    def _bad(self, problem: _Problem) -> Do:
+    def _bad(self, problem: _Problem) -> StepDecision:
         spike = problem.kind == "spike"
         policy = self._settings.on_spike if spike else self._nonfinite
         if policy == "rerun" and problem.kind in self._tried_again:
@@ -242,15 +242,15 @@ class Guard:
             return self._again()
         if policy == "warn":
             self._note(problem.kind, problem.ranks, "none", problem.what)
-            return Do.GO
+            return StepDecision.GO
         if policy == "skip":
             self._note(problem.kind, problem.ranks, "skip", problem.what)
             self._skipped = problem.what
-            return Do.SKIP
+            return StepDecision.SKIP
         self._note(problem.kind, problem.ranks, "stop", problem.what)
         raise self._nonfinite_error(problem, 'or go on without such steps: run.nonfinite="skip"')
 
-    def _bad_again(self, problem: _Problem) -> Do:
+    def _bad_again(self, problem: _Problem) -> StepDecision:
         """The step was run again, and its numbers are bad again."""
         if self._changed:
             who = self._who_changed()
@@ -266,7 +266,7 @@ class Guard:
                 self._note(
                     "spike", (), "rerun", f"{problem.what}; the same bits again: it is the data, and is accepted"
                 )
-            return Do.GO
+            return StepDecision.GO
         what = f"{problem.what}; run again, the step gave the same bits, so it is no transient fault"
         self._note(problem.kind, problem.ranks, "stop", what)
         raise self._nonfinite_error(_Problem(problem.kind, problem.ranks, what), "or start again before this step")
@@ -281,10 +281,10 @@ class Guard:
         what = f"{self._first.what}; run again, that was gone: a transient fault ({who})"
         self._note(self._first.kind, ranks, "rerun", what)
 
-    def _again(self) -> Do:
+    def _again(self) -> StepDecision:
         self.reruns += 1
         self._tried = time.monotonic()
-        return Do.RERUN
+        return StepDecision.RERUN
 
     # --- whose numbers changed between two tries ---
 

@@ -1,7 +1,7 @@
 """A run's state in the memory of its hosts, from which ranks that are started again go on without the disk.
 
     training     after step 100 │ forward, backward of 101 │ wait_staged() │ update 101 │ forward …
-    background                  │ copy to this host's keeper ──▶           │ checksum, commit, send to the buddy, commit
+    background                  │ copy to this host's memory server ──▶    │ checksum, commit, send to the buddy, commit
 
 Every rank's state is kept twice: by its own host, for when only processes have died, and by a rank on another host that
 shares none of its parallel groups (``topology.buddies``), for when a host is lost (Gemini, SOSP 2023; ByteRobust, arXiv
@@ -35,7 +35,7 @@ from moe_comm.errors import CheckpointError, MoeCommError
 from moe_comm.runtime import persistent_memory as memory
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import EVENTS
-from moe_comm.runtime.persistent_memory import HEADER_BYTES, Header, KeptMemory, Slots
+from moe_comm.runtime.persistent_memory import HEADER_BYTES, Header, PersistentMemory, Slots
 from moe_comm.runtime.untrusted import abridged
 from moe_comm.topology import FoldedMesh
 from moe_comm.topology.buddies import buddies
@@ -95,7 +95,7 @@ class PeerMemory(StepHook):
 
     def __init__(
         self,
-        kept: KeptMemory,
+        kept: PersistentMemory,
         ranks: Ranks,
         mesh: FoldedMesh,
         run: Path,
@@ -255,7 +255,7 @@ class PeerMemory(StepHook):
         first = self._good is None or self._good[0] != self._epoch
         self._good = (self._epoch, job.step)
         if first and self._leads():
-            with contextlib.suppress(MoeCommError):  # a keeper that has ended keeps nothing else either
+            with contextlib.suppress(MoeCommError):  # a memory server that has ended keeps nothing else either
                 self._kept.retain([_name(rank) for rank in range(self._ranks.world) if self._holds(rank)])
         total_s = time.perf_counter() - job.started
         buddy = self.buddies[self._ranks.rank] if self.buddies else -1

@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.runtime import persistent_memory as memory
 from moe_comm.runtime.launch import STORE_VARIABLE, under_torchrun
-from moe_comm.runtime.persistent_memory import KeptMemory, Owner
+from moe_comm.runtime.persistent_memory import Owner, PersistentMemory
 from moe_comm.train.checkpoint import Entry
 from moe_comm.train.ranks import Ranks
 
@@ -57,7 +57,7 @@ def run_id(folder: Path) -> str:
     return hashlib.blake2b(os.path.abspath(folder).encode(), digest_size=8).hexdigest()
 
 
-def open_kept(ranks: Ranks, say: Callable[[str], None], host: str = "") -> KeptMemory | None:
+def open_kept(ranks: Ranks, say: Callable[[str], None], host: str = "") -> PersistentMemory | None:
     """The memory that this host keeps for the ranks; None on all, where one of them has none. Collective.
 
     It is of use only where something starts the ranks again: torchrun, or ``launch``.
@@ -68,7 +68,7 @@ def open_kept(ranks: Ranks, say: Callable[[str], None], host: str = "") -> KeptM
             raise ConfigError("nothing would start these ranks again (torchrun, or moe-comm train --restarts)")
         store = os.environ.get(STORE_VARIABLE)
         owner = Owner.parent(str(Path(store).parent) if store else "")
-        kept = KeptMemory(owner, host=host, start=os.environ.get("LOCAL_RANK", "0") == "0")
+        kept = PersistentMemory(owner, host=host, start=os.environ.get("LOCAL_RANK", "0") == "0")
     except (MoeCommError, OSError) as error:
         problem = str(error)
     problems = [f"rank {rank}: {text}" for rank, text in enumerate(ranks.texts(problem)) if text]
@@ -80,7 +80,7 @@ def open_kept(ranks: Ranks, say: Callable[[str], None], host: str = "") -> KeptM
     return None
 
 
-def kept_runs(kept: KeptMemory | None, ranks: Ranks) -> frozenset[str]:
+def kept_runs(kept: PersistentMemory | None, ranks: Ranks) -> frozenset[str]:
     """``run_id`` of the runs of which any host keeps something. Collective."""
     own: set[str] = set()
     for name in kept.names() if kept is not None else ():

@@ -14,7 +14,7 @@ import pytest
 from moe_comm.observe.records import FAULTS, FaultRecord, read_lines
 from moe_comm.train import RunResult, run
 from moe_comm.train.loop import job, nonblocking_sink
-from moe_comm.train.loop.nonblocking_sink import PatientSink
+from moe_comm.train.loop.nonblocking_sink import NonblockingSink
 from moe_comm.train.metrics import NO_LOAD, StepReport, StepTimes
 from tests.pool import RankPool
 from tests.train.common import session, write_text
@@ -41,13 +41,13 @@ class Gated:
 
 
 class Told:
-    """What a ``PatientSink`` says."""
+    """What a ``NonblockingSink`` says."""
 
     def __init__(self) -> None:
         self.said, self.records = list[str](), list[FaultRecord]()
 
-    def patient(self, sink: Any, patience_s: float) -> PatientSink:
-        return PatientSink(sink, "numbers", self.said.append, self.records.append, patience_s)
+    def patient(self, sink: Any, patience_s: float) -> NonblockingSink:
+        return NonblockingSink(sink, "numbers", self.said.append, self.records.append, patience_s)
 
     @property
     def whats(self) -> list[str]:
@@ -138,12 +138,12 @@ class Fifo:
 def _run_into_a_fifo(rank: int, world: int, settings: list[str]) -> tuple[RunResult, bool]:
     """The run's result, and whether the sink was still stuck when there was one."""
 
-    def patient(sink: Any, name: str, *told: Any) -> PatientSink:
-        return PatientSink(sink, name, *told, SHORT_S if isinstance(sink, Fifo) else LONG_S)
+    def patient(sink: Any, name: str, *told: Any) -> NonblockingSink:
+        return NonblockingSink(sink, name, *told, SHORT_S if isinstance(sink, Fifo) else LONG_S)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(job, "TensorBoardSink", Fifo)
-        patch.setattr(job, "PatientSink", patient)
+        patch.setattr(job, "NonblockingSink", patient)
         result = run(None, settings)
     stuck = "writes tensorboard" in {thread.name for thread in threading.enumerate()}
     if stuck:

@@ -57,14 +57,14 @@ def probed(found: list[Any]) -> Iterator[None]:
     """Before the trained model is given up, put its logits for ``TOKENS`` into ``found``. Collective."""
     close = job._close
 
-    def probe(machinery: TrainState) -> None:
-        (stage,) = machinery.stages
+    def probe(state: TrainState) -> None:
+        (stage,) = state.stages
         model: Any = stage.eval()
-        cp = machinery.mesh.size("cp")
+        cp = state.mesh.size("cp")
         assert cp == 1
         with torch.no_grad():
             found.append(model.logits(model(TOKENS)))
-        close(machinery)
+        close(state)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(job, "_close", probe)

@@ -14,7 +14,7 @@ from moe_comm.errors import CheckpointError, UnsettledStep
 from moe_comm.observe.records import FaultRecord
 from moe_comm.train.ranks import Ranks
 from moe_comm.train.resilience.agreement import Agreed
-from moe_comm.train.resilience.guard import Digest, Do, Guard, History
+from moe_comm.train.resilience.guard import Digest, Guard, History, StepDecision
 from moe_comm.train.sections import GuardSection
 
 SPIKES = GuardSection(window=2, norm_spike=5, on_spike="rerun")
@@ -26,16 +26,16 @@ def _guard() -> tuple[Guard, list[FaultRecord]]:
     guard = Guard(SPIKES, "rerun", Ranks(), History(), records.append)
     for step in (1, 2):
         guard.begin(step)
-        assert _tried(guard, 1.0, 1.0) is Do.GO
+        assert _tried(guard, 1.0, 1.0) is StepDecision.GO
     guard.begin(3)
     return guard, records
 
 
-def _tried(guard: Guard, loss: float, norm: float) -> Do:
+def _tried(guard: Guard, loss: float, norm: float) -> StepDecision:
     good = math.isfinite(loss)
     agreed = Agreed(loss if good else 0.0, {}, (), () if good else (0,), {}, (False, False))
     done = guard.after_loss(agreed, loss, [])
-    return guard.after_norm(norm) if done is Do.GO else done
+    return guard.after_norm(norm) if done is StepDecision.GO else done
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_a_problem_of_another_kind_in_the_second_try_gets_a_try_of_its_own(
     tries: Sequence[tuple[float, float]], noticed: Sequence[tuple[str, str]]
 ) -> None:
     guard, records = _guard()
-    assert [_tried(guard, *one) for one in tries] == [Do.RERUN, Do.RERUN, Do.GO]
+    assert [_tried(guard, *one) for one in tries] == [StepDecision.RERUN, StepDecision.RERUN, StepDecision.GO]
     assert guard.reruns == 2 and [record.kind for record in records] == [kind for kind, _ in noticed]
     for record, (_, told) in zip(records, noticed, strict=True):
         assert told in record.what and record.action == "rerun"
@@ -58,7 +58,7 @@ def test_a_problem_of_another_kind_in_the_second_try_gets_a_try_of_its_own(
 
 def test_no_kind_of_problem_is_tried_again_twice() -> None:
     guard, _ = _guard()
-    assert [_tried(guard, *one) for one in ((math.nan, 0.0), (1.0, 9.0))] == [Do.RERUN, Do.RERUN]
+    assert [_tried(guard, *one) for one in ((math.nan, 0.0), (1.0, 9.0))] == [StepDecision.RERUN, StepDecision.RERUN]
     with pytest.raises(UnsettledStep, match="loss of rank 0"):
         _tried(guard, math.inf, 0.0)
 

@@ -17,7 +17,7 @@ import torch
 
 from moe_comm.observe.records import Attempt, read_lines
 from moe_comm.runtime.launch import init_ranks, launch
-from moe_comm.runtime.persistent_memory import KeptMemory, Owner, Slots
+from moe_comm.runtime.persistent_memory import Owner, PersistentMemory, Slots
 from moe_comm.train import RunResult, run
 from moe_comm.train.loop import job
 from moe_comm.train.resilience.peer_memory import PeerMemory
@@ -30,7 +30,7 @@ EVERY = "checkpoint.peer_every=1"
 
 @dataclass(frozen=True)
 class Setting:
-    """A run of a pool's ranks. owner: of the keepers; None: nothing is kept. hosts: a name for every rank.
+    """A run of a pool's ranks. owner: of the servers; None: nothing is kept. hosts: a name for every rank.
     crash: after so many steps."""
 
     settings: tuple[str, ...]
@@ -47,15 +47,15 @@ def _work(rank: int, world: int, setting: Setting) -> RunResult | None:
     owner = setting.owner
     with pytest.MonkeyPatch.context() as patch, crash_after(setting.crash):
         if owner is not None:
-            patch.setattr(job, "open_kept", lambda ranks, say: KeptMemory(owner, host=setting.hosts[rank]))
+            patch.setattr(job, "open_kept", lambda ranks, say: PersistentMemory(owner, host=setting.hosts[rank]))
         try:
             return run(None, list(setting.settings))
         except Crash:
             return None
 
 
-def keeper_of(kept: KeptMemory) -> int:
-    """The process id of a keeper."""
+def server_of(kept: PersistentMemory) -> int:
+    """The process id of a memory server."""
     raw = kept._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", raw)[0])
 
@@ -71,9 +71,9 @@ def ended(pid: int) -> bool:
 
 
 def kill_host(owner: Owner, host: str) -> None:
-    """End a host's keeper, as the loss of the host would."""
-    kept = KeptMemory(owner, host=host, start=False)
-    pid = keeper_of(kept)
+    """End a host's memory server, as the loss of the host would."""
+    kept = PersistentMemory(owner, host=host, start=False)
+    pid = server_of(kept)
     kept.close()
     os.kill(pid, signal.SIGKILL)
     assert ended(pid)
@@ -86,7 +86,7 @@ def newest(slots: Slots) -> int:
 
 def damage(owner: Owner, host: str, rank: int, slots_of: str = "newest") -> None:
     """Change a byte of what a host keeps of a rank's state, to another one every time."""
-    kept = KeptMemory(owner, host=host, start=False)
+    kept = PersistentMemory(owner, host=host, start=False)
     slots = kept.find(f"rank-{rank:05d}")
     assert slots is not None
     for slot in range(2) if slots_of == "all" else [newest(slots)]:
@@ -217,15 +217,15 @@ def test_where_nothing_starts_ranks_again_nothing_is_kept(settings: list[str], c
 # --- processes of their own ---
 
 
-def _killed_once(settings: list[str], victim: int, keepers: Path) -> RunResult:
-    """A rank kills itself in the middle of a step of the first attempt. Writes the processes of keepers to a file."""
+def _killed_once(settings: list[str], victim: int, servers: Path) -> RunResult:
+    """A rank kills itself in the middle of a step of the first attempt. Writes the processes of servers to a file."""
     with init_ranks(None, 30) as ranks, pytest.MonkeyPatch.context() as patch:
 
         def noting(*args: Any) -> Any:
             kept = open_kept(*args)
             assert kept is not None
-            with keepers.open("a") as file:
-                file.write(f"{keeper_of(kept)}\n")
+            with servers.open("a") as file:
+                file.write(f"{server_of(kept)}\n")
             return kept
 
         def deadly(self: PeerMemory, step: int, loss: float) -> float:
@@ -246,15 +246,15 @@ def test_a_killed_rank_is_started_again_and_goes_on_from_memory(
     pool2.run(_work, Setting(through), timeout=90)
     shared = set(Path("/dev/shm").glob("moe_comm.*"))
     broken = [*place(settings, tmp_path, "broken"), EVERY]
-    keepers = tmp_path / "keepers"
-    results = launch(_killed_once, (broken, 1, keepers), ranks=2, restarts=1, preload=["torch"])
+    servers = tmp_path / "servers"
+    results = launch(_killed_once, (broken, 1, servers), ranks=2, restarts=1, preload=["torch"])
     folder = folder_of(broken)
     assert [result.steps for result in results] == [5, 5]
     (first, fresh), (again, source) = attempts_of(folder)
     # What was being kept when the rank was killed may be complete, or the step before is.
     assert (first, fresh, source) == (1, "fresh", "peer memory") and again in (3, 4)
     assert_same_run(folder, folder_of(list(through)))
-    (pid,) = set(keepers.read_text().split())
+    (pid,) = set(servers.read_text().split())
     assert ended(int(pid)), "both attempts had the same, and it ended with the run"
     left = set(Path("/dev/shm").glob("moe_comm.*")) - shared
     # Of processes that run: those of other tests on this machine.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_comm.runtime.persistent_memory import KeptMemory, Owner
+from moe_comm.runtime.persistent_memory import Owner, PersistentMemory
 from moe_comm.topology import FoldedMesh, ParallelConfig
 from moe_comm.train.checkpoint import Entry
 from moe_comm.train.ranks import Ranks
@@ -73,8 +73,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def _memory(rank: int, world: int, arg: Arg, live: dict[str, Tensor]) -> tuple[PeerMemory, KeptMemory, Ranks]:
-    kept = KeptMemory(arg.owner, host=arg.hosts[rank])
+def _memory(rank: int, world: int, arg: Arg, live: dict[str, Tensor]) -> tuple[PeerMemory, PersistentMemory, Ranks]:
+    kept = PersistentMemory(arg.owner, host=arg.hosts[rank])
     ranks = Ranks.make()
     mesh = FoldedMesh(ParallelConfig(dp=world))
 
