@@ -183,6 +183,7 @@ def setter(*keys: Any, value: Any) -> Callable[[dict[str, Any]], None]:
             metadata = metadata[key]
         metadata[keys[-1]] = value
 
+    change.__name__ = " ".join(map(str, keys)) + f" = {value}"
     return change
 
 
@@ -206,7 +207,6 @@ def setter(*keys: Any, value: Any) -> Callable[[dict[str, Any]], None]:
         setter("state", value=[]),
         setter("ranks", value=[1]),
     ],
-    ids=str,
 )
 def test_metadata_made_to_mislead_is_refused(
     small: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None]
