@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from tests.pool import RankPool
 
 SHARED_MEMORY = Path("/dev/shm")
+BEFORE: pytest.StashKey[set[str]] = pytest.StashKey()
 
 # Or an example that takes 0.2 s on a busy machine would be a failure, and each run would draw other ones.
 settings.register_profile(
@@ -72,11 +73,24 @@ def _mapped(names: set[str]) -> set[str]:
     return found
 
 
-@pytest.fixture(scope="session", autouse=True)
-def no_shared_memory_left() -> Iterator[None]:
-    """Nothing that the tests put into /dev/shm outlives them, whatever was killed meanwhile."""
-    before = _segments()
-    yield
-    left = _segments() - before
+def _is_worker(config: pytest.Config) -> bool:
+    """Whether this is one of several processes that run the tests (pytest-xdist); another one started them."""
+    return hasattr(config, "workerinput")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if not _is_worker(session.config):
+        session.config.stash[BEFORE] = _segments()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail if anything that the tests put into /dev/shm outlives them, whatever was killed meanwhile."""
+    if _is_worker(session.config):
+        return
+    left = _segments() - session.config.stash[BEFORE]
     left = (left - _mapped(left)) & _segments()
-    assert not left, f"left in {SHARED_MEMORY}: {sorted(left)}"
+    if left:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+        reporter.write_line(f"\nERROR: left in {SHARED_MEMORY}: {sorted(left)}", red=True)

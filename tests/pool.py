@@ -60,7 +60,7 @@ PRELOAD = (
     "moe_comm.layers",
     "moe_comm.train.job",
 )
-WITHOUT_TRITON = PRELOAD[:4]
+BARE = PRELOAD[:4]
 
 Work = Callable[[int, int, Any], Any]
 
@@ -82,14 +82,15 @@ class RankFailure(AssertionError):
 
 
 _BARE = forkserver.ForkServer()
-"""multiprocessing's own fork server is one for the process, and has imported Triton with the rest of ``PRELOAD``."""
+"""Forks bare ranks. multiprocessing's own fork server, of which a process has one, forks the others."""
 
 
 class RankPool:
     """``world`` rank processes; a context manager. Ranks start on the first run.
 
     Args:
-        bare: fork ranks from a server that has not imported Triton, because they set how it works before they do.
+        bare: fork ranks from a server that has imported nothing but torch: for tests of what happens at or before
+            other imports, such as Triton's, which chooses its interpreter then.
     """
 
     def __init__(self, world: int, *, bare: bool = False) -> None:
@@ -180,8 +181,8 @@ class RankPool:
             return
         self._generation += 1
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([name for name in PRELOAD if name in WITHOUT_TRITON or name in sys.modules])
-        _BARE.set_forkserver_preload(list(WITHOUT_TRITON))
+        context.set_forkserver_preload([name for name in PRELOAD if name in BARE or name in sys.modules])
+        _BARE.set_forkserver_preload(list(BARE))
         store = str(self._folder / f"store{self._generation}")
         with _environment(ONE_THREAD), _forked_from(_BARE if self._bare else None):
             for rank in range(self.world):
