@@ -4,6 +4,7 @@ behind in shared memory."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -40,21 +41,30 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def pool2() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
-        yield pool
+def pools() -> Iterator[dict[int, RankPool]]:
+    """A pool for each number of ranks; ranks start when a pool is first used."""
+    with ExitStack() as stack:
+        yield {world: stack.enter_context(RankPool(world)) for world in (2, 3, 4, 8)}
 
 
 @pytest.fixture(scope="module")
-def pool4() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
-        yield pool
+def pool2(pools: dict[int, RankPool]) -> RankPool:
+    return pools[2]
 
 
 @pytest.fixture(scope="module")
-def pool8() -> Iterator[RankPool]:
-    with RankPool(8) as pool:
-        yield pool
+def pool3(pools: dict[int, RankPool]) -> RankPool:
+    return pools[3]
+
+
+@pytest.fixture(scope="module")
+def pool4(pools: dict[int, RankPool]) -> RankPool:
+    return pools[4]
+
+
+@pytest.fixture(scope="module")
+def pool8(pools: dict[int, RankPool]) -> RankPool:
+    return pools[8]
 
 
 def _segments() -> set[str]:

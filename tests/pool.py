@@ -96,7 +96,7 @@ class RankPool:
     def __init__(self, world: int, *, bare: bool = False) -> None:
         self.world = world
         self._bare = bare
-        self._folder = Path(tempfile.mkdtemp(prefix="rank_pool_"))
+        self._made_folder: Path | None = None
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._generation = 0
@@ -172,7 +172,9 @@ class RankPool:
         for process in self._processes:
             process.join(5)
         self._kill()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._made_folder is not None:
+            shutil.rmtree(self._made_folder, ignore_errors=True)
+            self._made_folder = None
 
     def _ensure_up(self) -> None:
         if self._processes and _threads(self._processes[0].pid) > MOST_THREADS:
@@ -202,6 +204,12 @@ class RankPool:
             if failed:
                 self._kill()
                 raise RankFailure({rank: ("StartFailed", failed)}, {})
+
+    @property
+    def _folder(self) -> Path:
+        if self._made_folder is None:
+            self._made_folder = Path(tempfile.mkdtemp(prefix="rank_pool_"))
+        return self._made_folder
 
     def _stack_file(self, rank: int) -> Path:
         return self._folder / f"stacks{self._generation}.{rank}"

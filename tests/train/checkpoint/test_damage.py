@@ -6,7 +6,7 @@ import hashlib
 import json
 import pickle
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,6 @@ from tests.train.checkpoint.common import Mapping_, entries_of, same_bits
 
 MAPPING = Mapping_(ParallelConfig(tp=2, etp=2), "replicate")
 FILES = ("rank-00000.safetensors", "rank-00001.safetensors", "metadata.json", "manifest.json", "COMPLETE")
-
-
-@pytest.fixture(scope="module")
-def pool2() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
-        yield pool
 
 
 def flip(position: float) -> Callable[[Path], None]:
