@@ -6,6 +6,8 @@ TORCH ?= $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 EXTRAS ?= dev,train,bench
 CONFIG ?= examples/pydoc.toml
 TEST_ARGS ?=
+# make test runs so many files of tests at a time; 0: one after the other, in pytest's own process.
+WORKERS ?= 2
 
 SHELL := /bin/bash
 BIN := $(CURDIR)/$(VENV)/bin
@@ -15,6 +17,7 @@ PINS := build/constraints.txt
 # One thread a process (the tests start their own ranks), and no AMX: some virtual machines advertise it and then
 # kill every bf16 matmul (see moe_comm/runtime/cpu_guard.py).
 TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} ONEDNN_MAX_CPU_ISA=$${ONEDNN_MAX_CPU_ISA:-AVX512_CORE_BF16}
+PARALLEL := --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 CPP_FILES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: help install build train test slow lint format sanitize neon fuzz bench clean
@@ -55,7 +58,7 @@ train: build
 	$(BIN)/moe-comm train $(CONFIG)
 
 test: build
-	$(TEST_ENV) $(BIN)/python -m pytest --durations=15 -m "not slow" $(TEST_ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest $(PARALLEL) --durations=15 -m "not slow" $(TEST_ARGS)
 
 slow: build
 	$(TEST_ENV) $(BIN)/python -m pytest --durations=15 -m slow $(TEST_ARGS)

@@ -4,6 +4,7 @@ behind in shared memory."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from tests.pool import RankPool
 
 SHARED_MEMORY = Path("/dev/shm")
+BEFORE: pytest.StashKey[set[str]] = pytest.StashKey()
 
 # Or an example that takes 0.2 s on a busy machine would be a failure, and each run would draw other ones.
 settings.register_profile(
@@ -39,21 +41,30 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def pool2() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
-        yield pool
+def pools() -> Iterator[dict[int, RankPool]]:
+    """A pool for each number of ranks; ranks start when a pool is first used."""
+    with ExitStack() as stack:
+        yield {world: stack.enter_context(RankPool(world)) for world in (2, 3, 4, 8)}
 
 
 @pytest.fixture(scope="module")
-def pool4() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
-        yield pool
+def pool2(pools: dict[int, RankPool]) -> RankPool:
+    return pools[2]
 
 
 @pytest.fixture(scope="module")
-def pool8() -> Iterator[RankPool]:
-    with RankPool(8) as pool:
-        yield pool
+def pool3(pools: dict[int, RankPool]) -> RankPool:
+    return pools[3]
+
+
+@pytest.fixture(scope="module")
+def pool4(pools: dict[int, RankPool]) -> RankPool:
+    return pools[4]
+
+
+@pytest.fixture(scope="module")
+def pool8(pools: dict[int, RankPool]) -> RankPool:
+    return pools[8]
 
 
 def _segments() -> set[str]:
@@ -72,11 +83,24 @@ def _mapped(names: set[str]) -> set[str]:
     return found
 
 
-@pytest.fixture(scope="session", autouse=True)
-def no_shared_memory_left() -> Iterator[None]:
-    """Nothing that the tests put into /dev/shm outlives them, whatever was killed meanwhile."""
-    before = _segments()
-    yield
-    left = _segments() - before
+def _is_worker(config: pytest.Config) -> bool:
+    """Whether this is one of several processes that run the tests (pytest-xdist); another one started them."""
+    return hasattr(config, "workerinput")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if not _is_worker(session.config):
+        session.config.stash[BEFORE] = _segments()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail if anything that the tests put into /dev/shm outlives them, whatever was killed meanwhile."""
+    if _is_worker(session.config):
+        return
+    left = _segments() - session.config.stash[BEFORE]
     left = (left - _mapped(left)) & _segments()
-    assert not left, f"left in {SHARED_MEMORY}: {sorted(left)}"
+    if left:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+        reporter.write_line(f"\nERROR: left in {SHARED_MEMORY}: {sorted(left)}", red=True)

@@ -16,8 +16,9 @@ What a run does when something goes wrong:
 A pool some rank of which did not come back starts afresh on its next run; so does one whose ranks have made many
 process groups: each has threads of gloo's that wake up a hundred times a second until the process ends.
 
-The processes come from multiprocessing's fork server, which has imported torch and nothing else: clean
-processes as with "spawn", in 50 ms each and not in the two core-seconds that importing torch takes.
+The processes come from multiprocessing's fork server: clean processes as with "spawn", in 50 ms each and not in the
+two to four core-seconds that importing torch and transformers takes. The server has imported ``PRELOAD``, less what
+the tests that were collected do without.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,21 @@ GROUP_TIMEOUT_S = 120.0
 START_TIMEOUT_S = 120.0
 MOST_THREADS = 150
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+PRELOAD = (
+    "numpy",
+    "torch",
+    "torch.distributed",
+    "torch.distributed.checkpoint",
+    "torch.distributed.pipelining",
+    "transformers.trainer",
+    "transformers.models.mixtral.modeling_mixtral",
+    "hypothesis",
+    "pytest",
+    "moe_comm.layers",
+    "moe_comm.train.job",
+)
+BARE = PRELOAD[:4]
 
 Work = Callable[[int, int, Any], Any]
 
@@ -64,12 +81,22 @@ class RankFailure(AssertionError):
         super().__init__("\n".join(lines))
 
 
-class RankPool:
-    """``world`` rank processes; a context manager. Ranks start on the first run."""
+_BARE = forkserver.ForkServer()
+"""Forks bare ranks. multiprocessing's own fork server, of which a process has one, forks the others."""
 
-    def __init__(self, world: int) -> None:
+
+class RankPool:
+    """``world`` rank processes; a context manager. Ranks start on the first run.
+
+    Args:
+        bare: fork ranks from a server that has imported nothing but torch: for tests of what happens at or before
+            other imports, such as Triton's, which chooses its interpreter then.
+    """
+
+    def __init__(self, world: int, *, bare: bool = False) -> None:
         self.world = world
-        self._folder = Path(tempfile.mkdtemp(prefix="rank_pool_"))
+        self._bare = bare
+        self._made_folder: Path | None = None
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._generation = 0
@@ -145,7 +172,9 @@ class RankPool:
         for process in self._processes:
             process.join(5)
         self._kill()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._made_folder is not None:
+            shutil.rmtree(self._made_folder, ignore_errors=True)
+            self._made_folder = None
 
     def _ensure_up(self) -> None:
         if self._processes and _threads(self._processes[0].pid) > MOST_THREADS:
@@ -154,9 +183,10 @@ class RankPool:
             return
         self._generation += 1
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["numpy", "torch", "torch.distributed", "torch.distributed.checkpoint"])
+        context.set_forkserver_preload([name for name in PRELOAD if name in BARE or name in sys.modules])
+        _BARE.set_forkserver_preload(list(BARE))
         store = str(self._folder / f"store{self._generation}")
-        with _environment(ONE_THREAD):
+        with _environment(ONE_THREAD), _forked_from(_BARE if self._bare else None):
             for rank in range(self.world):
                 ours, theirs = context.Pipe()
                 args = (rank, self.world, store, str(self._stack_file(rank)), theirs, dict(os.environ), list(sys.path))
@@ -174,6 +204,12 @@ class RankPool:
             if failed:
                 self._kill()
                 raise RankFailure({rank: ("StartFailed", failed)}, {})
+
+    @property
+    def _folder(self) -> Path:
+        if self._made_folder is None:
+            self._made_folder = Path(tempfile.mkdtemp(prefix="rank_pool_"))
+        return self._made_folder
 
     def _stack_file(self, rank: int) -> Path:
         return self._folder / f"stacks{self._generation}.{rank}"
@@ -208,6 +244,18 @@ def _threads(pid: int) -> int:
         return len(os.listdir(f"/proc/{pid}/task"))
     except FileNotFoundError:
         return 0
+
+
+@contextmanager
+def _forked_from(server: forkserver.ForkServer | None) -> Iterator[None]:
+    """Processes of multiprocessing's "forkserver" context are forked by ``server``; None: by its own."""
+    usual = forkserver.connect_to_new_process
+    if server is not None:
+        forkserver.connect_to_new_process = server.connect_to_new_process
+    try:
+        yield
+    finally:
+        forkserver.connect_to_new_process = usual
 
 
 @contextmanager

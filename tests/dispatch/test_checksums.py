@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -28,12 +27,6 @@ from tests.pool import RankPool
 PAYLOADS: tuple[PayloadName, ...] = ("same", "bf16", "fp8_token", "fp8_block", "fp8_token_pow2", "fp8_block_pow2")
 CASE = cases.BY_NAME["plain"]
 NAMES = ("plain", "some slots dropped", "all slots dropped")
-
-
-@pytest.fixture(scope="module")
-def pool4() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
-        yield pool
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
@@ -26,15 +25,6 @@ def usable(backend: str, device: str) -> None:
     if device != "cpu" and backend == "shared_memory":
         pytest.skip("shared_memory moves CPU tensors")
     pytest.importorskip("moe_comm._C", reason="the native core is not built")
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
-    """One pool for each number of ranks; ranks start when a pool is first used."""
-    made = {world: RankPool(world) for world in WORLDS}
-    yield made
-    for pool in made.values():
-        pool.close()
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +20,12 @@ from moe_comm.layers.router import RouterConfig
 from tests.dispatch import cases, workers
 from tests.dispatch.cases import Case
 from tests.dispatch.workers import Job, Result, Told, caught
-from tests.pool import RankPool
 from tests.train.common import train, write_text
 
 MIXED = Payloads("fp8_block_pow2", "bf16", "bf16", "fp8_token")
 ALL_FP8 = Payloads("fp8_block", "fp8_block", "fp8_token", "fp8_block_pow2")
 GRADIENTS = 2 * 2.0**-4
 """Of the largest: a value on its way through a layer is rounded twice forward and twice backward, but in sums."""
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
-    made = {world: RankPool(world) for world in (2, 4)}
-    yield made
-    for pool in made.values():
-        pool.close()
 
 
 USED = (

@@ -193,7 +193,7 @@ def import_trainer_late(rank: int, world: int, case: Case) -> tuple[bool, str]:
 
 
 def test_a_trainer_imported_after_the_swap_raises_at_its_first_checkpoint(folders: list[str], tmp_path: Path) -> None:
-    with RankPool(2) as pool:
+    with RankPool(2, bare=True) as pool:
         for late, message in pool.run(import_trainer_late, Case(folders[0], out=str(tmp_path)), timeout=60):
             assert late
             assert message.startswith("ConfigError") and "MoETrainer" in message

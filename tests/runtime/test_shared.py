@@ -8,7 +8,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -35,12 +35,6 @@ DEAD_S = 1.0
 """Within which the end of a rank is noticed."""
 BUSY_S = 8.0
 """What a machine that is busy with other things may take beyond that; deadlines of the groups are far longer."""
-
-
-@pytest.fixture(scope="module")
-def pool3() -> Iterator[RankPool]:
-    with RankPool(3) as pool:
-        yield pool
 
 
 def names_of(pids: list[int]) -> list[str]:

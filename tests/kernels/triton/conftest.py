@@ -12,5 +12,5 @@ from tests.pool import RankPool
 @pytest.fixture(scope="package")
 def interpreter() -> Iterator[RankPool]:
     """A pool of one rank, for all tests here."""
-    with RankPool(1) as pool:
+    with RankPool(1, bare=True) as pool:
         yield pool

@@ -38,7 +38,7 @@ LINEAR: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 @pytest.fixture(scope="module")
 def interpreting() -> Iterator[RankPool]:
     """Ranks of their own, because Triton interprets if it does so when it is first imported (``interpreted``)."""
-    with RankPool(WORLD) as pool:
+    with RankPool(WORLD, bare=True) as pool:
         yield pool
 
 

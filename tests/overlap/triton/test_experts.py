@@ -79,7 +79,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[RankPool]:
     """Ranks in which Triton interprets: it is imported there only once this is set."""
-    with pytest.MonkeyPatch.context() as patch, RankPool(WORLD) as pool:
+    with pytest.MonkeyPatch.context() as patch, RankPool(WORLD, bare=True) as pool:
         patch.setenv("TRITON_INTERPRET", "1")
         yield pool
 

@@ -18,7 +18,7 @@ WORLD = 4
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    with RankPool(WORLD) as pool:
+    with RankPool(WORLD, bare=True) as pool:
         yield pool
 
 

@@ -28,7 +28,7 @@ SHAPES = [(19, 24, 17), (1, 3, 2), (0, 4, 3)]
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    with RankPool(WORLD) as pool:
+    with RankPool(WORLD, bare=True) as pool:
         yield pool
 
 
@@ -214,7 +214,7 @@ def _missing(rank: int, world: int, arg: tuple[str, str]) -> list[str]:
 
 @pytest.mark.parametrize(("name", "how"), [("gather_matmul", "dies"), ("matmul_scatter", "is late")])
 def test_a_rank_that_is_missing_is_named_with_its_flag_on_the_others(name: str, how: str) -> None:
-    with RankPool(WORLD) as pool:  # of its own: the ranks' memory is unusable afterwards
+    with RankPool(WORLD, bare=True) as pool:  # of its own: the ranks' memory is unusable afterwards
         found = pool.run(_missing, (name, how), expect_dead={2} if how == "dies" else ())
     for rank in (0, 1, 3):
         first, again = found[rank]

@@ -24,12 +24,6 @@ from tests.pool import RankPool
 RECORDS = 64
 
 
-@pytest.fixture(scope="module")
-def pool2() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
-        yield pool
-
-
 @pytest.fixture
 def alone() -> Iterator[Board]:
     board = Board.meet(0, lambda text: [text], records=RECORDS)

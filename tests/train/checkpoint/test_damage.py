@@ -6,7 +6,7 @@ import hashlib
 import json
 import pickle
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,6 @@ from tests.train.checkpoint.common import Mapping_, entries_of, same_bits
 
 MAPPING = Mapping_(ParallelConfig(tp=2, etp=2), "replicate")
 FILES = ("rank-00000.safetensors", "rank-00001.safetensors", "metadata.json", "manifest.json", "COMPLETE")
-
-
-@pytest.fixture(scope="module")
-def pool2() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
-        yield pool
 
 
 def flip(position: float) -> Callable[[Path], None]:
@@ -183,6 +177,7 @@ def setter(*keys: Any, value: Any) -> Callable[[dict[str, Any]], None]:
             metadata = metadata[key]
         metadata[keys[-1]] = value
 
+    change.__name__ = " ".join(map(str, keys)) + f" = {value}"
     return change
 
 
@@ -206,7 +201,6 @@ def setter(*keys: Any, value: Any) -> Callable[[dict[str, Any]], None]:
         setter("state", value=[]),
         setter("ranks", value=[1]),
     ],
-    ids=str,
 )
 def test_metadata_made_to_mislead_is_refused(
     small: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,17 +31,11 @@ STATE = {"sampler": {"epoch": 3, "position": 2**40}, "loss": 0.1, "text": 'a = "
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
-    with RankPool(2) as two, RankPool(4) as four, RankPool(8) as eight:
-        yield {2: two, 4: four, 8: eight}
-
-
-@pytest.fixture(scope="module")
 def saved(pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Mapping -> the checkpoint that it saved."""
     root = tmp_path_factory.mktemp("checkpoints")
-    for world, pool in pools.items():
-        pool.run(save_all, (root, [m for m in MAPPINGS if m.config.world == world]))
+    for world in WORLDS:
+        pools[world].run(save_all, (root, [m for m in MAPPINGS if m.config.world == world]))
     save_all(0, 1, (root, [m for m in MAPPINGS if m.config.world == 1]))
     return {str(mapping): root / str(mapping) / "step-00000100" for mapping in MAPPINGS}
 

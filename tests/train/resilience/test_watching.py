@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,6 @@ from moe_comm.train.resilience.inject import Injector
 from moe_comm.train.resilience.watching import attempt_of, watch_run
 from tests.pool import RankPool
 from tests.train.common import config_of, session, write_text
-
-
-@pytest.fixture(scope="module")
-def pool2() -> Iterator[RankPool]:
-    with RankPool(2) as pool:
-        yield pool
 
 
 def run(rank: int, world: int, settings: list[str]) -> tuple[str, str]:
