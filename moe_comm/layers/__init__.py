@@ -9,7 +9,6 @@ from moe_comm.layers.dense import DenseMLP
 from moe_comm.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from moe_comm.layers.experts import Experts, Part
 from moe_comm.layers.grad_check import CheckGradsConfig, GradReport, check_grads, run_check_grads
-from moe_comm.layers.grouped_mlp import grouped_mlp
 from moe_comm.layers.initialize import initialize
 from moe_comm.layers.interleave import StageInput
 from moe_comm.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -25,6 +24,7 @@ from moe_comm.layers.shared import SharedExpert
 from moe_comm.layers.shortcut import Shortcut, ShortcutBlock
 from moe_comm.layers.state import gather_state_dict, load_full_state_dict, single_rank_copy
 from moe_comm.layers.transformer import Transformer
+from moe_comm.overlap.executors.grouped import grouped_mlp
 
 __all__ = [
     "ACTIVATIONS",

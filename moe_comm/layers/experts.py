@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.activations import Activation, activation_of
-from moe_comm.kernels.autocast import cast_parameter, compute_dtype
-from moe_comm.layers.grouped_mlp import grouped_mlp
-from moe_comm.layers.moe_call import Flight
-from moe_comm.overlap.experts import MLPWeights
-from moe_comm.runtime.memory import Alloc, warm_rows
+from moe_comm.kernels.autocast import cast_parameter
+from moe_comm.kernels.expert_mlp import ExpertMLP
+from moe_comm.overlap.executors.grouped import run_mlp
 from moe_comm.topology import ExpertPlacement, Sharding, Split
+
+Compute = Callable[[Tensor, Sequence[int], ExpertMLP], Tensor]
+"""(rows, rows_per_expert, mlp) to the experts' outputs."""
 
 
 @dataclass(frozen=True)
@@ -148,31 +149,24 @@ class Experts(nn.Module):
             f"activation={self.activation.name}, bias={self.b13 is not None}{part}"
         )
 
-    def forward(self, rows_RD: Tensor, rows_per_expert: Sequence[int] | Flight, alloc: Alloc = warm_rows) -> Tensor:
+    def forward(self, rows_RD: Tensor, rows_per_expert: Sequence[int], compute: Compute = run_mlp) -> Tensor:
         """Run each expert on its rows.
 
         Args:
             rows_RD: [R, D], expert after expert.
-            rows_per_expert: E counts that add up to R. Or a flight, whose thread ``rows_RD`` then is: it runs the
-                experts on its rows, and the thread goes on.
-            alloc: takes the output and the rows' gradient; give the dispatcher's ``empty_rows``.
+            rows_per_expert: E counts that add up to R.
+            compute: runs the arithmetic; ``ExpertCall.compute`` of an executor, whose ``rows`` are then given.
 
         Returns:
-            [R, D] in the dtype of the rows, or autocast's.
+            [R, D] in the dtype of the rows, or autocast's; or what ``compute`` returns.
 
         Raises:
             InputError: shapes or dtypes do not fit.
         """
-        weights = self.weights_for(rows_RD)
-        if not isinstance(rows_per_expert, Sequence):
-            rows_per_expert.thread = rows_RD
-            rows_per_expert.compute(weights)
-            return rows_per_expert.thread
-        x = rows_RD.to(compute_dtype(rows_RD))
-        return grouped_mlp(x, rows_per_expert, *weights.tensors, weights.activation, alloc, weights.recompute)
+        return compute(rows_RD, rows_per_expert, self.mlp_for(rows_RD))
 
-    def weights_for(self, rows: Tensor) -> MLPWeights:
-        """The parameters as the products take them, in the dtype in which ``rows`` are computed."""
+    def mlp_for(self, rows: Tensor) -> ExpertMLP:
+        """The parameters, in the dtype in which ``rows`` are computed."""
         w13, w2 = cast_parameter(self.w13, rows), cast_parameter(self.w2, rows)
         if self.transposed:
             w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
@@ -181,4 +175,4 @@ class Experts(nn.Module):
         if b2 is not None and self.part.of > 1:
             before, width = self.part.index * b2.shape[1], b2.shape[1]
             b2 = F.pad(b2, (before, self.hidden - before - width))
-        return MLPWeights(w13, w2, b13, b2, self.activation, self.recompute)
+        return ExpertMLP((w13, w2, b13, b2), self.activation, self.recompute)

@@ -19,6 +19,7 @@ the dispatcher, a token goes to all parts of its experts, and combine adds their
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -36,14 +37,19 @@ from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.autocast import compute_dtype
 from moe_comm.layers.collectives import channel_of, gather_values, group_rank, group_size
 from moe_comm.layers.data_parallel import ExpertShards, attach_experts, prepare_ddp
+from moe_comm.layers.data_parallel.attach import gradients_of
 from moe_comm.layers.experts import Experts, Part
+from moe_comm.layers.interleave import Steps, finish
 from moe_comm.layers.linear import ParallelModule
-from moe_comm.layers.moe_call import Flight, MoECall, begin_flight
+from moe_comm.layers.losses import attach_loss
 from moe_comm.layers.moe_config import MoEConfig, ZeroExperts
 from moe_comm.layers.router import Router, Routing, recomputing
 from moe_comm.layers.shared import SharedExpert, split_zero_experts
 from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.degree import RunningChoice
+from moe_comm.overlap.executors.choice import dispatch_rows
+from moe_comm.runtime.event_layout import Kind
+from moe_comm.runtime.events import EVENTS
 from moe_comm.topology import ExpertPlacement, Sharding
 
 __all__ = ["Flow", "MoEConfig", "MoELayer", "ZeroExperts"]
@@ -62,6 +68,32 @@ class Flow:
     sent: int
     received: int
     dropped: Tensor | None
+
+
+class MoECall:
+    """What ``MoELayer.begin`` returns. Every rank calls ``compute`` and then ``result``, once each:
+
+        call = layer.begin(x)     tokens are dispatched
+        ...                       other work: attention of another micro-batch, a dense branch beside the experts
+        call.compute()            the shared expert, while tokens are in transfer; then the experts
+        ...                       other work
+        y = call.result()         results are combined
+
+    Autograd runs the same other work between the same parts in backward, in the other order: it goes by when an
+    operator ran in forward.
+    """
+
+    def __init__(self, steps: Steps[Tensor]) -> None:
+        self._steps = steps
+        next(steps)
+
+    def compute(self) -> None:
+        """Run the shared expert, and the experts on the rows as they complete; begin to return the results."""
+        next(self._steps)
+
+    def result(self) -> Tensor:
+        """[..] in the shape of the input: what ``MoELayer.forward`` returns."""
+        return finish(self._steps)
 
 
 class MoELayer(ParallelModule):
@@ -308,20 +340,52 @@ class MoELayer(ParallelModule):
 
         Raises:
             InputError, RoutingError, RankMismatch: on every rank, before rows move.
-            PeerDied, PeerTimeout: a rank is gone, or did not call in time.
+            PeerDied, PeerTimeout: a rank failed, or did not call in time.
         """
-        call = self.begin(x, routing, token_index)
-        call.compute()
-        return call.result()
+        return finish(self._steps(x, routing, token_index))
 
     @torch._disable_dynamo
     def begin(self, x: Tensor, routing: Routing | None = None, token_index: Tensor | None = None) -> MoECall:
-        """The first of ``forward``'s three parts: tokens leave for their experts.
+        """The first of ``forward``'s three parts: dispatch the tokens.
 
         ``compute`` and ``result`` of what it returns are the others. What is computed between them, forward and
-        backward, hides the transfers, if the layer overlaps; else nothing is under way between them. The numbers are
-        those of ``forward``. Arguments and errors are, too.
+        backward, hides the transfers, if the layer overlaps and rows are sent by the network; else nothing is in
+        transfer between them. The numbers are those of ``forward``. Arguments and errors are, too.
         """
+        return MoECall(self._steps(x, routing, token_index, in_parts=True))
+
+    def _steps(
+        self, x: Tensor, routing: Routing | None, token_index: Tensor | None, in_parts: bool = False
+    ) -> Steps[Tensor]:
+        """One call. It gives way where other work can hide transfers: after dispatch, and after the experts."""
+        x_TD, routing = self._routed(x, routing, token_index)
+        overlap, begun = self._overlap_now(x), time.perf_counter()
+        ids_TK, weights_TK, identity_T1 = self._chosen(routing, token_index)
+        wide_TD, width, label = x_TD.to(compute_dtype(x_TD)), self.experts.ffn, self.label
+        call = dispatch_rows(self.dispatcher, wide_TD, ids_TK, weights_TK, overlap, width=width, label=label)
+        self._note(call.layout)
+        if in_parts:
+            call.complete()
+        yield
+        with call.abort_on_error():
+            shared_TD = None if self.shared is None else self.shared(x_TD)
+            with EVENTS.span(Kind.COMPUTE, "experts", layer=label):
+                # Call the module, so that its hooks run: FSDP gathers the weights in one.
+                rows = self.experts(call.rows, call.layout.rows_per_expert, call.compute)
+        yield
+        y_TD = call.combine(rows)
+        if self.running is not None and overlap is not None and not isinstance(overlap.chunks, str):
+            self.running.took(time.perf_counter() - begun, overlap.chunks)
+        if identity_T1 is not None and self.zero_experts.identity:
+            y_TD = (y_TD.to(identity_T1.dtype) + identity_T1 * x_TD.to(y_TD.dtype)).to(y_TD.dtype)
+        if shared_TD is not None:
+            y_TD = y_TD + shared_TD
+        if routing.aux_loss is not None and routing.aux_loss.requires_grad:
+            y_TD = attach_loss(y_TD, routing.aux_loss, self.aux_scale * self._copies_averaged())
+        return y_TD.view(x.shape)
+
+    def _routed(self, x: Tensor, routing: Routing | None, token_index: Tensor | None) -> tuple[Tensor, Routing]:
+        """[T, D] the tokens, and where they go."""
         if x.shape[-1] != self.router.hidden:
             fault = InputError(f"this layer's hidden size is {self.router.hidden}; got x {tuple(x.shape)}")
             self._meet_without_tokens(x, routing, token_index)
@@ -329,19 +393,10 @@ class MoELayer(ParallelModule):
         x_TD = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         if routing is None:
             routing = self.router(x_TD, x.shape[0] if x.dim() == 3 else 1)
-        overlap, chunks = self.overlap, None
-        # On a GPU the host's clock says nothing of how long a layer takes.
-        if self.running is not None and overlap is not None and x.device.type != "cuda":
-            chunks = self.running.next(x_TD.shape[0])
-            overlap = replace(overlap, chunks=chunks)
-        flight, identity_T1 = self._send(x_TD.to(compute_dtype(x_TD)), routing, token_index, overlap)
-        self._note(flight.layout)
-        return MoECall(self, x, x_TD, routing, flight, identity_T1, chunks)
+        return x_TD, routing
 
-    def _send(
-        self, x_TD: Tensor, routing: Routing, token_index: Tensor | None, overlap: Overlap | None
-    ) -> tuple[Flight, Tensor | None]:
-        """Rows on their way to the experts, and the weights of identity experts."""
+    def _chosen(self, routing: Routing, token_index: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What is dispatched: ids and weights, less what goes to identity experts, and the weights of these."""
         ids_TK, weights_TK = routing.ids_TK, routing.weights_TK
         num_experts, zero = self.num_experts, self.zero_experts
         identity_T1 = None
@@ -356,9 +411,20 @@ class MoELayer(ParallelModule):
                 self.dropped_total += self.num_dropped
         if self.sizes["etp"] > 1:
             ids_TK, weights_TK = self._to_parts(ids_TK, weights_TK)
-        width, label = self.experts.ffn, self.label
-        flight = begin_flight(self.dispatcher, x_TD, ids_TK, weights_TK, overlap, width=width, label=label)
-        return flight, identity_T1
+        return ids_TK, weights_TK, identity_T1
+
+    def _overlap_now(self, x: Tensor) -> Overlap | None:
+        """``overlap``, in the number of chunks that this call tries."""
+        # On a GPU the host's clock says nothing of how long a layer takes.
+        if self.running is None or self.overlap is None or x.device.type == "cuda":
+            return self.overlap
+        return replace(self.overlap, chunks=self.running.next(math.prod(x.shape[:-1])))
+
+    def _copies_averaged(self) -> int:
+        """Each rank's gradient has a part of that of an auxiliary loss over all ranks' tokens. Under DDP and FSDP2 the
+        mean of the parts is taken where their sum is needed."""
+        gradients = gradients_of(self.experts)
+        return group_size(self.router.group) if gradients is not None and gradients.averaged else 1
 
     def _meet_without_tokens(self, x: Tensor, routing: Routing | None, token_index: Tensor | None) -> None:
         """Take part in what the other ranks exchange before dispatch, where they hear of this rank's fault."""

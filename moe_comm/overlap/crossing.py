@@ -14,8 +14,9 @@ a run of the slots sorted by expert; what arrives from one source is scattered o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -72,6 +73,12 @@ class Crossing:
     own_slots: slice
     own_R: Tensor
 
+    @cached_property
+    def parts(self) -> Parts:
+        """The chunks as parts, each a group of its own."""
+        groups = tuple((chunk,) for chunk in range(len(self.chunks)))
+        return Parts([chunk.pieces for chunk in self.chunks], self.own, groups)
+
     @classmethod
     def of(
         cls, rows_WE: Words, placement: ExpertPlacement, rank: int, chunks: int, device: torch.device | None = None
@@ -125,24 +132,41 @@ def pieces_by_source(rows_WE: Words, placement: ExpertPlacement, rank: int) -> t
     return tuple(_pieces(start_LW[:, w, None], rows_L[:, None]) for w, rows_L in enumerate(rows_WL))
 
 
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """The rows of this rank's experts as they complete, part by part.
+
+    pieces: the row ranges of each part, ascending. own: those of this rank's own rows.
+    groups: the parts, in the order in which results are computed for them where all rows are there; those of one group
+        are computed together.
+    """
+
+    pieces: Sequence[tuple[Piece, ...]]
+    own: tuple[Piece, ...]
+    groups: tuple[tuple[int, ...], ...]
+
+    def of(self, parts: Iterable[int], own: Iterable[Piece] = ()) -> tuple[Piece, ...]:
+        """The row ranges of ``parts`` and ``own``, joined where they are neighbours."""
+        pieces = [*own, *(piece for part in parts for piece in self.pieces[part])]
+        return merged(sorted(pieces, key=lambda piece: piece.first))
+
+
 class Board:
-    """Which rows have arrived and are not computed yet, in runs as long as can be."""
+    """Which of this rank's own rows are not computed yet."""
 
-    def __init__(self, crossing: Crossing) -> None:
-        self._own = {piece.expert: piece for piece in crossing.own}
-        self._chunks = crossing.chunks
+    def __init__(self, parts: Parts) -> None:
+        self._own = {piece.expert: piece for piece in parts.own}
+        self._parts = parts
 
-    def arrived(self, chunk: int) -> tuple[Piece, ...]:
-        """What is to be computed now that ``chunk`` is there: its rows, and with them own rows of the same experts."""
-        pieces = self._chunks[chunk].pieces
-        touched = {piece.expert for piece in pieces}
-        own = [self._own.pop(expert) for expert in touched if expert in self._own]
-        return merged(sorted((*pieces, *own), key=lambda piece: piece.first))
+    def arrived(self, parts: Sequence[int]) -> tuple[Piece, ...]:
+        """What is to be computed once ``parts`` are complete: their rows, and with them own rows of the same experts,
+        in row ranges as long as possible."""
+        touched = {piece.expert for part in parts for piece in self._parts.pieces[part]}
+        return self._parts.of(parts, [self._own.pop(expert) for expert in touched if expert in self._own])
 
-    def own(self) -> Iterator[Piece]:
-        """Own rows, those of the experts whose others come last first; taken one by one, as there is time."""
-        while self._own:
-            yield self._own.popitem()[1]
+    def own(self) -> Piece | None:
+        """Own rows of one more expert, of those whose other rows come last first; None: all are computed."""
+        return self._own.popitem()[1] if self._own else None
 
 
 def _cuts(rows_L: Words, chunks: int) -> Words:

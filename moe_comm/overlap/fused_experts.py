@@ -15,7 +15,7 @@ from moe_comm.dispatch.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.base import Dispatcher
 from moe_comm.errors import MissingDependency, MoeCommError
 from moe_comm.overlap.chunked import Overlap
-from moe_comm.overlap.passage import Passage
+from moe_comm.overlap.executors.chunked_rows import ChunkedDispatch
 from moe_comm.overlap.store import CHUNKED, TRITON, Choice
 from moe_comm.overlap.tuning import choose, on_gpus
 
@@ -35,10 +35,10 @@ def _fault(dispatcher: Dispatcher, dtype: torch.dtype, device: torch.device) -> 
     return kernels_fault(dispatcher, dtype, device)
 
 
-def fused_choice(passage: Passage, operator: str, width: int) -> Choice | None:
+def fused_choice(dispatch: ChunkedDispatch, operator: str, width: int) -> Choice | None:
     """How ``operator`` runs as a kernel; None: it does not. Alike on every rank, and the first call for a shape is
     collective with chunks "auto"."""
-    overlap, layout, dispatcher = passage.overlap, passage.layout, passage.dispatcher
+    overlap, layout, dispatcher = dispatch.overlap, dispatch.layout, dispatch.dispatcher
     asked = overlap.backend == TRITON
     if asked and (overlap.programs or not isinstance(overlap.chunks, str)):
         return Choice(TRITON, programs=overlap.programs or 0)
@@ -46,26 +46,26 @@ def fused_choice(passage: Passage, operator: str, width: int) -> Choice | None:
         return None
     if not asked and _fault(dispatcher, layout.dtype, layout.device) is not None:
         return None
-    backends = (TRITON,) if passage.fused is not None or asked else (CHUNKED, TRITON)
-    choice = choose(passage.works(operator, width), dispatcher.channel, layout.device, backends)
+    backends = (TRITON,) if dispatch.fused is not None or asked else (CHUNKED, TRITON)
+    choice = choose(dispatch.works(operator, width), dispatcher.channel, layout.device, backends)
     return choice if choice.backend == TRITON else None
 
 
 def fused_dispatch(
-    passage: Passage, x_TD: Tensor, ids_TK: Tensor, w_EGD: Tensor, choice: Choice
-) -> tuple[Tensor, Passage]:
+    dispatch: ChunkedDispatch, x_TD: Tensor, ids_TK: Tensor, w_EGD: Tensor, choice: Choice
+) -> tuple[Tensor, ChunkedDispatch]:
     """``dispatch_matmul`` by a kernel, of what was agreed on; and what ``fused_combine`` needs."""
     from moe_comm.overlap.triton.experts import dispatched, opened  # needs Triton
 
-    fused = opened(passage.dispatcher, passage.layout, ids_TK, choice.programs or None)
-    return dispatched(fused, x_TD, w_EGD), replace(passage, fused=fused)
+    fused = opened(dispatch.dispatcher, dispatch.layout, ids_TK, choice.programs or None)
+    return dispatched(fused, x_TD, w_EGD), replace(dispatch, fused=fused)
 
 
-def fused_combine(passage: Passage, rows_RF: Tensor, w_EDF: Tensor, weights_TK: Tensor) -> Tensor:
+def fused_combine(dispatch: ChunkedDispatch, rows_RF: Tensor, w_EDF: Tensor, weights_TK: Tensor) -> Tensor:
     """``matmul_combine`` by a kernel."""
     from moe_comm.overlap.triton.experts import matmul_combine  # needs Triton
 
-    assert passage.fused is not None
-    choice = fused_choice(passage, "matmul_combine", rows_RF.shape[1])
+    assert dispatch.fused is not None
+    choice = fused_choice(dispatch, "matmul_combine", rows_RF.shape[1])
     programs = choice.programs or None if choice is not None else None
-    return matmul_combine(rows_RF, w_EDF, weights_TK, passage.fused.with_programs(programs))
+    return matmul_combine(rows_RF, w_EDF, weights_TK, dispatch.fused.with_programs(programs))

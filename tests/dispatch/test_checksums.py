@@ -16,9 +16,11 @@ from moe_comm.dispatch.checksums import row_sums
 from moe_comm.dispatch.payload import PayloadName
 from moe_comm.errors import CorruptPayload, RankMismatch
 from moe_comm.kernels.activations import Activation
+from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.overlap.chunked import Overlap
-from moe_comm.overlap.experts import ExpertFlight, MLPWeights
-from moe_comm.overlap.passage import Passage
+from moe_comm.overlap.executors.choice import dispatch_rows
+from moe_comm.overlap.executors.chunked_rows import ChunkedDispatch, ChunkedSend
+from moe_comm.overlap.executors.pipelined import PipelinedCall
 from tests.dispatch import cases, workers
 from tests.dispatch.test_contract import BACKENDS, usable
 from tests.dispatch.workers import Job
@@ -192,20 +194,20 @@ def _in_flight(rank: int, world: int, chunks: int) -> tuple[bool, int, int]:
         g = torch.Generator().manual_seed(rank)
         x_TD = torch.randn(12, 8, generator=g)
         ids_TK = torch.stack([torch.randperm(4, generator=g)[:2] for _ in range(12)])
-        flight = ExpertFlight.begin(dispatcher, x_TD, ids_TK, torch.ones(12, 2), Overlap(chunks), label="m")  # type: ignore[arg-type]
+        call = dispatch_rows(dispatcher, x_TD, ids_TK, torch.ones(12, 2), Overlap(chunks, 1), label="m")
+        assert isinstance(call, PipelinedCall)
         if damage and rank == 1:
-            _strike_chunk(flight)
-        weights = MLPWeights(torch.ones(1, 6, 8), torch.ones(1, 8, 6), None, None, relu)
-        flight.compute(weights)
-        results.append(flight.result())
+            _strike_chunk(call)
+        mlp = ExpertMLP((torch.ones(1, 6, 8), torch.ones(1, 8, 6), None, None), relu)
+        results.append(call.combine(call.compute(call.rows, call.layout.rows_per_expert, mlp)))
         counts.append(dispatcher.damage.take())
     return torch.equal(results[0], results[1]), counts[1], counts[2]
 
 
-def _strike_chunk(flight: ExpertFlight) -> None:
+def _strike_chunk(call: PipelinedCall) -> None:
     """Damage the first row of the first chunk when it lands."""
-    outward = flight._state.outward
-    assert outward is not None
+    outward = call._run.send
+    assert isinstance(outward, ChunkedSend)
     land = outward.land
 
     def struck(chunk: int) -> None:
@@ -229,7 +231,7 @@ def _claims(rank: int, world: int, arg: None) -> list[bool]:
     x_TD, ids_TK = torch.ones(4, 8), torch.tensor([[0], [1], [2], [3]])
     assert isinstance(dispatcher, AllToAllDispatcher)
     ways = (Overlap(2), Overlap(2, backend="triton"))
-    return [Passage.open(dispatcher, x_TD, ids_TK, way, width=8).claim is not None for way in ways]
+    return [ChunkedDispatch.open(dispatcher, x_TD, ids_TK, way, width=8).claim is not None for way in ways]
 
 
 def test_nobody_pays_for_checksums_of_rows_that_a_fused_kernel_takes(pool4: RankPool) -> None:

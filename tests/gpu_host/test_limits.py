@@ -10,7 +10,7 @@ from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.dispatch.peer_to_peer import PeerToPeerDispatcher
 from moe_comm.errors import ConfigError
 from moe_comm.gpu import limits
-from moe_comm.layers import grouped_mlp_gpu
+from moe_comm.kernels import expert_mlp_gpu
 from moe_comm.topology import ExpertPlacement
 
 pytest.importorskip("moe_comm._C", reason="the native core is not built")
@@ -45,6 +45,6 @@ def test_gpus_without_products_of_bf16_keep_their_experts_from_triton(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], taken: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    grouped_mlp_gpu._has_tensor_cores.cache_clear()
-    assert grouped_mlp_gpu._has_tensor_cores(torch.device("cuda", 0)) == taken
-    grouped_mlp_gpu._has_tensor_cores.cache_clear()
+    expert_mlp_gpu._has_tensor_cores.cache_clear()
+    assert expert_mlp_gpu._has_tensor_cores(torch.device("cuda", 0)) == taken
+    expert_mlp_gpu._has_tensor_cores.cache_clear()

@@ -68,16 +68,15 @@ def test_every_row_is_computed_once_and_none_before_it_is_there(
             assert here.issuperset(rows)
             computed.extend(rows)
 
-        board = Board(crossing)
-        own = board.own()
+        board = Board(crossing.parts)
         for chunk in range(chunks):
             for _ in range(random.randrange(3)):  # type: ignore[attr-defined]
-                if (piece := next(own, None)) is not None:
+                if (piece := board.own()) is not None:
                     compute(piece)
             here.update(crossing.chunks[chunk].arriving_R.tolist())
-            for piece in board.arrived(chunk):
+            for piece in board.arrived([chunk]):
                 compute(piece)
-        for piece in own:
+        while (piece := board.own()) is not None:
             compute(piece)
         assert sorted(computed) == list(range(rows_WE[:, placement.local_range(rank)].sum()))
 
@@ -87,8 +86,8 @@ def test_most_experts_arrive_whole_and_with_own_rows_in_one_piece() -> None:
     placement = ExpertPlacement.of(12, 3)
     crossing = Crossing.of(np.full((3, 12), 5), placement, 1, 4)
     assert [len(chunk.pieces) for chunk in crossing.chunks] == [2, 2, 2, 2]
-    board = Board(crossing)
-    assert next(board.own()) == Piece(3, 50, 55)  # of the expert whose others come last
-    assert board.arrived(0) == (Piece(0, 0, 15),)
-    assert board.arrived(3) == (Piece(3, 45, 50), Piece(3, 55, 60))
+    board = Board(crossing.parts)
+    assert board.own() == Piece(3, 50, 55)  # of the expert whose others come last
+    assert board.arrived([0]) == (Piece(0, 0, 15),)
+    assert board.arrived([3]) == (Piece(3, 45, 50), Piece(3, 55, 60))
     assert travelling_rows(np.full((3, 12), 5), placement) == 40

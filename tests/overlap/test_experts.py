@@ -19,14 +19,15 @@ from moe_comm.dispatch.capacity import Capacity
 from moe_comm.dispatch.payload import Payloads
 from moe_comm.errors import ConfigError, InputError, PeerDied, RankMismatch, RoutingError
 from moe_comm.kernels.activations import activation_of
-from moe_comm.layers.grouped_mlp import grouped_mlp
+from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.layers.moe import MoELayer
 from moe_comm.layers.moe_config import MoEConfig, ZeroExperts
 from moe_comm.layers.router import RouterConfig
 from moe_comm.overlap import dispatch_matmul as first
 from moe_comm.overlap import matmul_combine as last
 from moe_comm.overlap.chunked import Overlap
-from moe_comm.overlap.experts import ExpertFlight, MLPWeights
+from moe_comm.overlap.executors.choice import dispatch_rows
+from moe_comm.overlap.executors.grouped import grouped_mlp
 from moe_comm.topology import ExpertPlacement
 from tests.layers.reference import draw
 from tests.pool import RankPool
@@ -108,9 +109,9 @@ def _layer(rank: int, world: int, arg: tuple[str, torch.dtype, int, Payloads | N
 def _overlapped(
     dispatcher: AllToAllDispatcher, ids: Tensor, chunks: int, recompute: bool, x: Tensor, weights: Tensor, **w: Tensor
 ) -> Tensor:
-    flight = ExpertFlight.begin(dispatcher, x, ids, weights, Overlap(chunks, 1))
-    flight.compute(MLPWeights(w["w13"], w["w2"], w["b13"], w["b2"], activation_of("swiglu"), recompute))
-    return flight.result()
+    call = dispatch_rows(dispatcher, x, ids, weights, Overlap(chunks, 1))
+    mlp = ExpertMLP((w["w13"], w["w2"], w["b13"], w["b2"]), activation_of("swiglu"), recompute)
+    return call.combine(call.compute(call.rows, call.layout.rows_per_expert, mlp))
 
 
 @pytest.mark.parametrize("kind", ROUTINGS)
@@ -225,7 +226,7 @@ def _disagree(rank: int, world: int, _: Any) -> None:
     leaves = _leaves(rank, 2, ids, torch.float32)
     weights = leaves["weights"].requires_grad_(rank == 0)
     with pytest.raises(RankMismatch, match="requires_grad"):
-        ExpertFlight.begin(dispatcher, leaves["x"].requires_grad_(), ids, weights)
+        dispatch_rows(dispatcher, leaves["x"].requires_grad_(), ids, weights, Overlap())
 
 
 def test_ranks_that_differ_in_the_gradients_they_want_get_an_error(pool2: RankPool) -> None:
@@ -305,16 +306,15 @@ def _dies(rank: int, world: int, when: str) -> None:
     dispatcher = _dispatcher(rank, world, 6)
     ids = _routing("random", rank, 6, 2)
     leaves = _leaves(rank, 2, ids, torch.float32)
-    flight = ExpertFlight.begin(dispatcher, leaves["x"], ids, leaves["weights"], Overlap(2, 1))
+    call = dispatch_rows(dispatcher, leaves["x"], ids, leaves["weights"], Overlap(2, 1))
     if rank == 1 and when == "before the others have its rows":
         os._exit(3)
-    weights = MLPWeights(leaves["w13"], leaves["w2"], None, None, activation_of("swiglu"))
+    mlp = ExpertMLP((leaves["w13"], leaves["w2"], None, None), activation_of("swiglu"))
     if rank == 1:
         dispatcher.channel.start_all_to_all = _exit  # type: ignore[method-assign]
-        flight.compute(weights)
-    with pytest.raises(PeerDied, match="rank 1"):  # noqa: PT012
-        flight.compute(weights)
-        flight.result()
+        call.compute(call.rows, call.layout.rows_per_expert, mlp)
+    with pytest.raises(PeerDied, match="rank 1"):
+        call.combine(call.compute(call.rows, call.layout.rows_per_expert, mlp))
 
 
 def _exit(*_: Any) -> None:

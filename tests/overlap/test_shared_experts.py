@@ -36,13 +36,13 @@ from moe_comm.errors import (
     RankMismatch,
     RoutingError,
 )
-from moe_comm.overlap import shared_experts
+from moe_comm.kernels import expert_mlp
 from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.dispatch_matmul import dispatch_matmul
 from moe_comm.overlap.dispatch_matmul import reference as dispatch_reference
+from moe_comm.overlap.executors.shared_rows import SharedDispatch
 from moe_comm.overlap.matmul_combine import matmul_combine
 from moe_comm.overlap.matmul_combine import reference as combine_reference
-from moe_comm.overlap.shared_passage import SharedPassage
 from moe_comm.runtime.shared import block
 from moe_comm.topology import ExpertPlacement
 from tests.layers.reference import draw
@@ -116,7 +116,7 @@ def _bits(rank: int, world: int, arg: tuple[int, torch.dtype, Payloads, tuple[st
                 assert torch.equal(found[name], value), f"{name} with {each.name}, {overlap.chunks}, {kind}"
         with torch.no_grad():
             h, passage = dispatch_matmul(dispatcher, leaves["x"], ids, leaves["w1"], CUT)
-            assert isinstance(passage, SharedPassage)
+            assert isinstance(passage, SharedDispatch)
             assert torch.equal(h, dispatch_reference(dispatcher, leaves["x"], ids, leaves["w1"]))
             y = matmul_combine(h, leaves["w2"], leaves["weights"], passage)
             assert torch.equal(y, combine_reference(h, leaves["w2"], leaves["weights"], passage))
@@ -226,9 +226,9 @@ def _flags(rank: int, world: int, path: Path) -> None:
     ids = _routing("random", rank, 8)
     leaves = _leaves(rank, 2, ids)
     h, passage = dispatch_matmul(dispatcher, leaves["x"], ids, leaves["w1"], CUT)
-    assert isinstance(passage, SharedPassage)
-    own = {piece.rows.start for piece in passage.own}
-    real = shared_experts.expert_mm
+    assert isinstance(passage, SharedDispatch)
+    own = {piece.rows.start for piece in passage.parts.own}
+    real = expert_mlp.expert_mm
 
     def product(a: Tensor, b: Tensor, out: Tensor) -> None:
         if rank == 1 and out.storage_offset() // D in own:
@@ -244,7 +244,7 @@ def _flags(rank: int, world: int, path: Path) -> None:
         return y
 
     with (
-        mock.patch.object(shared_experts, "expert_mm", product),
+        mock.patch.object(expert_mlp, "expert_mm", product),
         mock.patch.object(LeavingRows, "sum", watched),
     ):
         y = matmul_combine(h, leaves["w2"], leaves["weights"], passage)
@@ -363,7 +363,7 @@ def _in_phase(rank: int, world: int, arg: tuple[str, str]) -> None:
     leaves = {name: value.requires_grad_() for name, value in _leaves(rank, 2, ids).items()}
     calls: list[str] = []
     header = dispatcher.header
-    real = shared_experts.expert_mm
+    real = expert_mlp.expert_mm
     now = "dispatch"
 
     def noted(op: str, *args: Any) -> Any:
@@ -382,7 +382,7 @@ def _in_phase(rank: int, world: int, arg: tuple[str, str]) -> None:
     expected = ZeroDivisionError if rank == 1 else PeerDied if what == "dies" else PeerError
     with (  # noqa: PT012
         mock.patch.object(dispatcher, "header", noted),
-        mock.patch.object(shared_experts, "expert_mm", product),
+        mock.patch.object(expert_mlp, "expert_mm", product),
         pytest.raises(expected, match="in a product" if rank == 1 else "rank 1"),
     ):
         _both(dispatcher, ids, CUT, **leaves).sum().backward()

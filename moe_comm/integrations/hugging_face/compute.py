@@ -1,18 +1,21 @@
-"""Run the experts that a module of transformers holds, on rows that are already grouped by expert."""
+"""One expert-parallel call of the experts that a module of transformers holds: what its three entry points share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.types import INVALID_LOGITS
 from moe_comm.integrations.hugging_face.families import ExpertsLayout
 from moe_comm.kernels.autocast import compute_dtype, without_autocast
-from moe_comm.layers.grouped_mlp import grouped_mlp
-from moe_comm.overlap.experts import MLPWeights
-from moe_comm.runtime.memory import Alloc
+from moe_comm.kernels.expert_mlp import ExpertMLP
+from moe_comm.overlap.chunked import Overlap
+from moe_comm.overlap.executors.base import ExpertCall
+from moe_comm.overlap.executors.choice import dispatch_rows
 
 
 def expert_input(x_TD: Tensor, weight: Tensor) -> Tensor:
@@ -20,31 +23,60 @@ def expert_input(x_TD: Tensor, weight: Tensor) -> Tensor:
     return x_TD.to(compute_dtype(x_TD) if torch.is_autocast_enabled(x_TD.device.type) else weight.dtype)
 
 
-def run_experts(
-    layout: ExpertsLayout, weights: Any, rows_RD: Tensor, rows_per_expert: Sequence[int], alloc: Alloc
+def expert_layer(
+    dispatcher: Dispatcher,
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    run: Callable[[ExpertCall], Tensor],
+    overlap: Overlap | None = None,
+    *,
+    width: int = 0,
+    label: str = "",
 ) -> Tensor:
-    """Each expert's MLP on its own rows.
+    """[T, D] every token's weighted sum over its experts, wherever they are. Collective over the dispatcher's group.
+
+    Args:
+        x_TD: [T, D] tokens in the dtype of the experts. ids_TK: [T, K] global ids of the dispatcher's experts; -1 drops
+            a slot. weights_TK: [T, K] routing weights, any floating dtype.
+        run: computes the rows of the call; autocast is off.
+        overlap, width, label: see ``dispatch_rows``. With ``overlap``, ``run`` must be ``ExpertCall.compute``.
+
+    Raises:
+        RoutingError: on every rank, if on any rank a token's weights are NaN or infinite, or ids are out of range.
+    """
+    call = dispatch_rows(
+        dispatcher, x_TD, mark_invalid(ids_TK, weights_TK), weights_TK, overlap, width=width, label=label
+    )
+    with call.abort_on_error(), without_autocast(x_TD):
+        rows = run(call)
+    return call.combine(rows)
+
+
+def mark_invalid(ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """``ids_TK`` with the ids of tokens whose weights are NaN or infinite replaced by ``INVALID_LOGITS``.
+
+    Routers of transformers turn NaN logits into ids that are in range and weights that are NaN; only the weights tell.
+    """
+    finite_T = torch.isfinite(weights_TK.detach()).all(dim=1, keepdim=True)
+    return torch.where(finite_T, ids_TK, INVALID_LOGITS)
+
+
+def run_experts(layout: ExpertsLayout, weights: Any, call: ExpertCall) -> Tensor:
+    """Run the experts that ``weights`` holds on the rows of ``call``.
 
     Args:
         layout: how ``weights`` are stored; the number of experts is that of the weights, not of the layout.
         weights: whatever has the parameters of ``layout`` as attributes, as local tensors.
-        rows_RD: [R, D] expert after expert, as dispatch gives them.
-        rows_per_expert: one count for each expert of ``weights``.
-        alloc: where output and gradients of rows are taken from; ``Dispatcher.empty_rows`` spares combine a copy.
-
-    Returns:
-        [R, D] in the dtype of ``rows_RD``.
     """
-    found = mlp_weights(layout, weights, rows_RD)
-    with without_autocast(rows_RD):
-        return grouped_mlp(rows_RD, rows_per_expert, *found.tensors, found.activation, alloc)
+    return call.compute(call.rows, call.layout.rows_per_expert, expert_mlp(layout, weights, call.rows))
 
 
-def mlp_weights(layout: ExpertsLayout, weights: Any, rows: Tensor) -> MLPWeights:
+def expert_mlp(layout: ExpertsLayout, weights: Any, rows: Tensor) -> ExpertMLP:
     """The parameters of ``layout`` that ``weights`` has, as products with ``rows`` take them."""
     cast = {name: getattr(weights, name).to(rows.dtype) for name in layout.parameters}
     w13, w2 = cast["gate_up_proj"], cast["down_proj"]
     if layout.transposed:
         # Views: the products take any strides, and the gradients come back in transformers' own layout.
         w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
-    return MLPWeights(w13, w2, cast.get("gate_up_proj_bias"), cast.get("down_proj_bias"), layout.activation)
+    return ExpertMLP((w13, w2, cast.get("gate_up_proj_bias"), cast.get("down_proj_bias")), layout.activation)

@@ -10,6 +10,7 @@ the ranks that hold their experts. Weights are loaded straight into their shards
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -20,9 +21,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from moe_comm.dispatch import Dispatcher, make_dispatcher
 from moe_comm.dispatch.types import DROPPED
 from moe_comm.errors import UnsupportedModel
-from moe_comm.integrations.hugging_face.compute import expert_input, run_experts
+from moe_comm.integrations.hugging_face.compute import expert_input, expert_layer, run_experts
 from moe_comm.integrations.hugging_face.families import ExpertsLayout, read_layout, require_transformers
-from moe_comm.integrations.hugging_face.swap import mark_invalid
+from moe_comm.overlap.executors.base import ExpertCall
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -66,12 +67,11 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         RoutingError: NaN or infinite weights, or ids out of range.
     """
     layout, dispatcher = _local_experts(self)
-    ids_TK = mark_invalid(top_k_index, top_k_weights)
     if self._is_expert_parallel:
-        ids_TK = ids_TK.masked_fill(ids_TK >= self.num_experts, DROPPED)
-    sent = dispatcher.dispatch(expert_input(hidden_states, self.gate_up_proj), ids_TK)
-    rows_RD = run_experts(layout, self, sent.rows_RD, sent.layout.rows_per_expert, dispatcher.empty_rows)
-    return dispatcher.combine(rows_RD, top_k_weights, sent.layout).to(hidden_states.dtype)
+        top_k_index = top_k_index.masked_fill(top_k_index >= self.num_experts, DROPPED)
+    x_TD = expert_input(hidden_states, self.gate_up_proj)
+    y_TD = expert_layer(dispatcher, x_TD, top_k_index, top_k_weights, partial(run_experts, layout, self))
+    return y_TD.to(hidden_states.dtype)
 
 
 def _local_experts(module: nn.Module) -> tuple[ExpertsLayout, Dispatcher]:
@@ -125,10 +125,7 @@ def _ep_implementation() -> type:
                     for t in (hidden_states, top_k_index, top_k_weights)
                 )
             dispatcher = _shared_dispatcher(self.num_experts, self.ep_mesh, hidden_states.device)
-            ids_TK = mark_invalid(top_k_index, top_k_weights)
-            sent = dispatcher.dispatch(self._input(hidden_states), ids_TK)
-            rows_RD = self._run(sent.rows_RD, sent.layout.rows_per_expert, dispatcher)
-            y_TD = dispatcher.combine(rows_RD, top_k_weights, sent.layout)
+            y_TD = expert_layer(dispatcher, self._input(hidden_states), top_k_index, top_k_weights, self._run)
             if self.tp_mesh.size() == 1:
                 return y_TD
             hidden = y_TD.shape[1]
@@ -146,9 +143,10 @@ def _ep_implementation() -> type:
                     self.layout_known = False
             return x_TD if self.layout is None else expert_input(x_TD, self.experts.gate_up_proj)
 
-        def _run(self, rows_RD: Tensor, rows_per_expert: tuple[int, ...], dispatcher: Dispatcher) -> Tensor:
+        def _run(self, call: ExpertCall) -> Tensor:
             if self.layout is not None:
-                return run_experts(self.layout, self.experts, rows_RD, rows_per_expert, dispatcher.empty_rows)
+                return run_experts(self.layout, self.experts, call)
+            rows_RD, rows_per_expert = call.rows, call.layout.rows_per_expert
             if not rows_RD.shape[0]:
                 # One row of zeros instead of none, which not every forward takes; its gradients are zeros.
                 one = rows_RD.sum(dim=0, keepdim=True)

@@ -19,20 +19,16 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from moe_comm.dispatch import Dispatcher, DispatchOptions, Traffic, make_dispatcher
-from moe_comm.dispatch.types import INVALID_LOGITS
 from moe_comm.errors import ConfigError, UnsupportedModel
-from moe_comm.integrations.hugging_face.compute import expert_input, mlp_weights
+from moe_comm.integrations.hugging_face.compute import expert_input, expert_layer, run_experts
 from moe_comm.integrations.hugging_face.families import ExpertsLayout, find_experts
 from moe_comm.integrations.hugging_face.guards import guard_libraries
-from moe_comm.kernels.autocast import without_autocast
 from moe_comm.layers.data_parallel import ExpertShard, ExpertShards, attach_experts, expert_modules, prepare_ddp
-from moe_comm.layers.moe_call import begin_flight
 from moe_comm.overlap.chunked import Overlap
 from moe_comm.topology import Sharding, Split
 
@@ -101,13 +97,17 @@ class EPExperts(nn.Module):
             RoutingError: on every rank, if on any rank a token's weights are NaN or infinite, or ids are out of range.
         """
         x_TD = expert_input(hidden_states, self.gate_up_proj)
-        ids_TK = mark_invalid(top_k_index, top_k_weights)
-        flight = begin_flight(
-            self.dispatcher, x_TD, ids_TK, top_k_weights, self.overlap, width=self.layout.ffn, label=self.label
+        y_TD = expert_layer(
+            self.dispatcher,
+            x_TD,
+            top_k_index,
+            top_k_weights,
+            partial(run_experts, self.layout, self),
+            self.overlap,
+            width=self.layout.ffn,
+            label=self.label,
         )
-        with flight.abort_on_error(), without_autocast(x_TD):
-            flight.compute(mlp_weights(self.layout, self, x_TD))
-        return flight.result().to(hidden_states.dtype)
+        return y_TD.to(hidden_states.dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EPExperts:
         # A copy holds its own weights but makes its calls over the same ranks.
@@ -132,15 +132,6 @@ def _local_slice(full: nn.Parameter, own: range) -> nn.Parameter:
         return full
     # A clone, as a view would keep every expert's memory alive.
     return nn.Parameter(full.detach()[own.start : own.stop].clone(), requires_grad=full.requires_grad)
-
-
-def mark_invalid(ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """``ids_TK`` with the ids of tokens whose weights are NaN or infinite replaced by ``INVALID_LOGITS``.
-
-    Routers of transformers turn NaN logits into ids that are in range and weights that are NaN; only the weights tell.
-    """
-    finite_T = torch.isfinite(weights_TK.detach()).all(dim=1, keepdim=True)
-    return torch.where(finite_T, ids_TK, INVALID_LOGITS)
 
 
 def swap_moe(

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_comm.errors import ConfigError, MoeCommError, PeerError
-from moe_comm.runtime import cpu_guard, leaving
+from moe_comm.runtime import cpu_guard
 from moe_comm.runtime.launch.agent import Interrupted, RankFailed, run_agent
 from moe_comm.runtime.launch.rank_main import RAISED_AT, RESTARTS_VARIABLE, STOPPING
 from moe_comm.runtime.launch.users_frame import shorten

@@ -20,7 +20,7 @@ from moe_comm.overlap import gather_matmul as gathering
 from moe_comm.overlap import matmul_combine as combining
 from moe_comm.overlap import matmul_scatter as scattering
 from moe_comm.overlap.chunked import Overlap
-from moe_comm.overlap.experts import ExpertFlight
+from moe_comm.overlap.executors.choice import dispatch_rows
 from moe_comm.overlap.store import TRITON, Choice
 from moe_comm.overlap.ulysses import matmul_swap
 from moe_comm.topology import ExpertPlacement
@@ -155,7 +155,7 @@ def _stored_experts(rank: int, world: int, arg: None) -> None:
 
         patch.setattr(fused_experts, "choose", chosen)
         patch.setattr(fused_experts, "on_gpus", lambda device: True)
-        patch.setattr("moe_comm.overlap.passage.choose", lambda *args: Choice())
+        patch.setattr("moe_comm.overlap.executors.chunked_rows.choose", lambda *args: Choice())
         assert all(map(torch.equal, _experts(rank, Overlap("auto")), plain))
     assert asked == [
         (["dispatch_matmul"] * 2, ("chunked", TRITON)),
@@ -186,7 +186,7 @@ def _refused(rank: int, world: int, arg: None) -> None:
         with pytest.raises(ConfigError, match=r"no Triton kernel for matmul_swap.*backend='auto'"):
             matmul_swap(x, torch.ones(2 * world, D), group, FUSED)
         with pytest.raises(ConfigError, match="no Triton kernel for a whole expert layer"):
-            ExpertFlight.begin(dispatcher, x, ids, torch.ones(3, 1), FUSED)
+            dispatch_rows(dispatcher, x, ids, torch.ones(3, 1), FUSED)
         y = dispatching.dispatch_matmul(dispatcher, x, ids, torch.ones(1, N, D), Overlap(2, 1))[0]
         assert bool((y == D).all())  # the next call works
     finally:

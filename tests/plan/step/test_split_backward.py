@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+from moe_comm.kernels import expert_mlp
 from moe_comm.layers import recompute as recompute_module
 from moe_comm.layers.config import AttentionConfig, Recompute, TransformerConfig
 from moe_comm.layers.initialize import initialize
@@ -73,9 +73,8 @@ def test_the_trainer_does_so(recompute: Recompute, monkeypatch: pytest.MonkeyPat
 
         return call
 
-    grouped_mlp = importlib.import_module("moe_comm.layers.grouped_mlp")
     for name in ("expert_mm", "product_into"):
-        monkeypatch.setattr(grouped_mlp, name, counting(name, getattr(grouped_mlp, name)))
+        monkeypatch.setattr(expert_mlp, name, counting(name, getattr(expert_mlp, name)))
     get = recompute_module._Value.get
     monkeypatch.setattr(recompute_module._Value, "get", counting("again", get))
     y = y.view_as(y).clone()

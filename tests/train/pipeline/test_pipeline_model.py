@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from moe_comm.kernels import expert_mlp
+from moe_comm.layers import grouped_mlp
 from moe_comm.layers.experts import Experts
 from moe_comm.layers.initialize import initialize
 from moe_comm.layers.shard import shardings_of
@@ -99,15 +100,14 @@ def test_the_bundled_model_with_tensor_and_expert_parallel_stages(
 
 
 def test_a_split_backward_computes_each_weight_gradient_of_the_experts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    grouped = importlib.import_module("moe_comm.layers.grouped_mlp")  # the package has a function of that name
     products = []
     for name in ("expert_mm", "product_into"):
-        plain = getattr(grouped, name)
-        monkeypatch.setattr(grouped, name, lambda *args, plain=plain: (products.append(0), plain(*args)))
+        plain = getattr(expert_mlp, name)
+        monkeypatch.setattr(expert_mlp, name, lambda *args, plain=plain: (products.append(0), plain(*args)))
     rows = torch.randn(5, HIDDEN, dtype=torch.float64, requires_grad=True)
     w13 = torch.randn(1, 2 * FFN, HIDDEN, dtype=torch.float64, requires_grad=True)
     w2 = torch.randn(1, HIDDEN, FFN, dtype=torch.float64, requires_grad=True)
-    y = grouped.grouped_mlp(rows, [5], w13, w2, None, None, Experts(1, HIDDEN, FFN).activation)
+    y = grouped_mlp(rows, [5], w13, w2, None, None, Experts(1, HIDDEN, FFN).activation)
     counts = []
     found = []
     for inputs in ((rows,), (w13, w2), (rows, w13, w2)):

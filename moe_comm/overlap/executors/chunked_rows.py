@@ -1,20 +1,21 @@
-"""One call of an expert-parallel layer whose rows cross in chunks, while the experts compute what has arrived.
+"""Transport of the pipelined executor over collectives: rows of one dispatch are sent in chunks.
 
-    tokens' side     ──chunk 0──▶──chunk 1──▶──chunk 2──▶ rows_RD        Outward: dispatch, and combine's backward
-                     ◀──chunk 0──◀──chunk 1──◀──chunk 2── results_RD     Homeward: combine, and dispatch's backward
+    tokens' side     ──chunk 0──▶──chunk 1──▶──chunk 2──▶ rows_RD        ChunkedSend: dispatch, combine's backward
+                     ◀──chunk 0──◀──chunk 1──◀──chunk 2── results_RD     ChunkedReturn: combine, dispatch's backward
     experts' side    [ own rows ][ chunk 0 ][ chunk 1 ][ chunk 2 ]
 
-Every rank starts the same transfers in the same order: all chunks outward, then chunk after chunk homeward as they are
-computed. Own rows fill the wait for a chunk. Rows that cross are those that the dispatcher would move at once, in the
-same payload, and the sums are taken where it takes them: the same bits, whatever the chunks.
+Every rank starts the same transfers in the same order: all chunks to the experts, then chunk after chunk back as they
+are computed. Own rows fill the wait for a chunk. The rows are those that the dispatcher would send at once, in the same
+wire dtype, and the sums are taken where it takes them: the same bits, whatever the chunks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,14 +25,15 @@ from moe_comm.comm.header import Header, describe
 from moe_comm.dispatch.all_to_all import AllToAllDispatcher, Routes, to_slots
 from moe_comm.dispatch.base import Dispatcher, dispatch_by
 from moe_comm.dispatch.checksums import Claim, claim
-from moe_comm.dispatch.moved import KINDS, put_layout, rows_moved, sent
+from moe_comm.dispatch.moved import KINDS, put_layout, sent
 from moe_comm.dispatch.payload import bytes_per_row, pack, unpack
-from moe_comm.dispatch.sums import weighted_sum
+from moe_comm.dispatch.sums import scale_, weighted_sum
 from moe_comm.dispatch.types import Dispatched, Layout
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.cost import DIRECTIONS, Work
-from moe_comm.overlap.crossing import Board, Crossing, Piece, travelling_rows
+from moe_comm.overlap.crossing import Crossing, Parts, Piece, travelling_rows
+from moe_comm.overlap.executors.transport import RowDispatch, RowReturn, RowSend, SentGradients
 from moe_comm.overlap.store import CHUNKED, TRITON
 from moe_comm.overlap.tuning import choose
 from moe_comm.runtime.events import EVENTS, Open
@@ -47,25 +49,22 @@ more to route, and a product for every expert in it. (Measured: at 0.25 MB two c
 
 
 @dataclass(frozen=True, eq=False)
-class Passage:
-    """Where the rows of one dispatch go, and in how many chunks.
+class ChunkedDispatch(RowDispatch):
+    """Where the rows of one dispatch go, and in how many chunks; one chunk is a part.
 
     opening: the handshake of the dispatch. small: one chunk, of less than is worth one: better step after step.
     overlap: what was asked for. fused: the same for Triton kernels, if these have moved the rows. claim: checksums of
         the rows, which Triton's kernels do not check.
-
-    Attributes:
-        layout: as ``Dispatcher.dispatch`` gives it; its rows stand alike.
     """
 
     dispatcher: AllToAllDispatcher
-    layout: Layout
     opening: Header
-    chunks: int
     small: bool
     overlap: Overlap
     fused: TritonPassage | None = None
     claim: Claim | None = None
+
+    in_flight: ClassVar[bool] = True
 
     @classmethod
     def open(
@@ -79,7 +78,7 @@ class Passage:
         width_back: int | None = None,
         weights_grad: bool = False,
         label: str = "",
-    ) -> Passage:
+    ) -> ChunkedDispatch:
         """Agree on a dispatch with the other ranks, as ``Dispatcher.dispatch`` does; and on its chunks.
 
         Args:
@@ -89,11 +88,11 @@ class Passage:
             weights_grad: the backward pass will send gradients of routing weights; compared between ranks.
 
         Raises:
-            ConfigError: the dispatcher's rows cannot cross in chunks, see ``overlaps``.
+            ConfigError: the dispatcher's rows cannot cross in chunks, see ``sends_chunks``.
             InputError, RoutingError, RankMismatch: on every rank, before rows move.
             PeerDied, PeerTimeout: a rank is gone, or did not call in time.
         """
-        if not overlaps(dispatcher):
+        if not sends_chunks(dispatcher):
             raise ConfigError(
                 f"only the dispatcher all_to_all overlaps (and shared_memory, where dispatch_matmul and matmul_combine "
                 f"are called by themselves), with payloads that carry their own scales; this is {dispatcher.name} with "
@@ -110,14 +109,14 @@ class Passage:
         small = chunks == 1 and worth < overlap.chunk_bytes
         # Fused kernels consume rows as they land: nobody could compare them.
         claimed = None if overlap.backend == TRITON else claim(dispatcher, x_TD, ids_TK, header)
-        passage = cls(dispatcher, layout, header, chunks, small, overlap, claim=claimed)
+        dispatch = cls(dispatcher, layout, chunks, header, small, overlap, claim=claimed)
         if isinstance(overlap.chunks, str) and overlap.backend != TRITON:
-            works = passage.works("dispatch_matmul", width)[:1]
+            works = dispatch.works("dispatch_matmul", width)[:1]
             if width_back is not None:
-                works = (*passage.works("dispatch_matmul", width), *passage.works("matmul_combine", width_back))
+                works = (*dispatch.works("dispatch_matmul", width), *dispatch.works("matmul_combine", width_back))
             chunks = choose(works[0] if len(works) == 1 else works, dispatcher.channel, x_TD.device, (CHUNKED,)).chunks
-            passage = replace(passage, chunks=chunks, small=chunks == 1 and worth < overlap.chunk_bytes)
-        return passage
+            dispatch = replace(dispatch, chunks=chunks, small=chunks == 1 and worth < overlap.chunk_bytes)
+        return dispatch
 
     def works(self, operator: str, width: int) -> tuple[Work, ...]:
         """``operator`` beside a product of ``width`` columns, forward and backward; alike on every rank."""
@@ -128,8 +127,8 @@ class Passage:
             for direction in DIRECTIONS
         )
 
-    def each_way(self, operator: str, width: int) -> tuple[Passage, Passage]:
-        """This passage in the chunks of ``operator`` forward, and backward: those asked for, or with "auto" what is
+    def each_way(self, operator: str, width: int) -> tuple[ChunkedDispatch, ChunkedDispatch]:
+        """This dispatch in the chunks of ``operator`` forward, and backward: those asked for, or with "auto" what is
         best for each. The first call for a shape is collective then."""
         if not isinstance(self.overlap.chunks, str):
             return self, self
@@ -137,7 +136,7 @@ class Passage:
         forward, backward = (choose(work, channel, device, (CHUNKED,)).chunks for work in self.works(operator, width))
         return self._in(forward), self._in(backward)
 
-    def _in(self, chunks: int) -> Passage:
+    def _in(self, chunks: int) -> ChunkedDispatch:
         if chunks == self.chunks:
             return self
         if chunks not in self._others:
@@ -145,7 +144,7 @@ class Passage:
         return self._others[chunks]
 
     @cached_property
-    def _others(self) -> dict[int, Passage]:
+    def _others(self) -> dict[int, ChunkedDispatch]:
         """In other numbers of chunks."""
         return {}
 
@@ -154,6 +153,25 @@ class Passage:
         """What is in which chunk."""
         dispatcher = self.dispatcher
         return Crossing.of(self.routes.rows_WE, dispatcher.placement, dispatcher.rank, self.chunks, self.layout.device)
+
+    @property
+    def parts(self) -> Parts:
+        return self.crossing.parts
+
+    def send(self, x_TD: Tensor) -> ChunkedSend:
+        """Begin to send the tokens' rows to their experts."""
+        return ChunkedSend(self, x_TD, self.opening)
+
+    def send_gradients(self, grad_TD: Tensor, weights_TK: Tensor, weights_grad: bool) -> ChunkedGradients:
+        return ChunkedGradients(self, grad_TD, weights_TK, weights_grad)
+
+    def send_back(self, op: str, grads: tuple[bool, bool], after: RowSend | None) -> ChunkedReturn:
+        # What follows from the operation before, without a caller in between, needs no handshake.
+        header = self.begin(op, grads[1]) if after is None else self.header(op)
+        return ChunkedReturn(self, header)
+
+    def abort_on_error(self, send: RowSend | None) -> AbstractContextManager[None]:
+        return self.dispatcher.abort_on_error(self.layout.label, in_flight=True)
 
     def dispatch_at_once(self, x_TD: Tensor) -> Dispatched:
         """The dispatch that was agreed on, one step, differentiable."""
@@ -169,23 +187,6 @@ class Passage:
         """Compare rows that have arrived with their checksums, if there are any."""
         if self.claim is not None:
             self.claim.check(rows_RD)
-
-    def sum_at_once(self, rows_RD: Tensor, weights_TK: Tensor | None, header: Header) -> Tensor:
-        """[T, D] the sum of each token's results, in one step; without autograd."""
-        with rows_moved(self.dispatcher, header.op, self.layout.label, self.layout):
-            return self.dispatcher._sum(rows_RD, weights_TK, self.layout, header)
-
-    def spread_at_once(
-        self, grad_TD: Tensor, results_RD: Tensor | None, weights_TK: Tensor, header: Header
-    ) -> tuple[Tensor, Tensor | None]:
-        """[R, D] the gradients of the results, and with ``results_RD`` [T, K] of the weights, in one step."""
-        with rows_moved(self.dispatcher, header.op, self.layout.label, self.layout):
-            return self.dispatcher._spread(grad_TD, results_RD, weights_TK, self.layout, header)
-
-    @property
-    def wide(self) -> torch.dtype:
-        """What routing weights are multiplied in."""
-        return torch.promote_types(self.layout.dtype, torch.float32)
 
     @property
     def routes(self) -> Routes:
@@ -204,7 +205,7 @@ class Passage:
         return torch.where(routes.place_TK < 0, routes.place_TK, at_S[routes.place_TK.clamp(min=0)])
 
     def header(self, op: str, weights_grad: bool = False) -> Header:
-        """Of an operation that follows from the one before without a caller in between: it needs no handshake."""
+        """The next header of ``op``, without a handshake."""
         return self.dispatcher.header(op, self.layout, weights_grad)
 
     def begin(self, op: str, weights_grad: bool = False) -> Header:
@@ -234,80 +235,125 @@ class Passage:
         return coming.then(lambda values_S: to_slots(values_S, layout))
 
 
-class Outward:
-    """Rows of tokens on their way to the experts. ``rows_RD`` fills as chunks ``land``; own rows are there at once."""
+class ChunkedSend(RowSend):
+    """Rows of tokens on their way to the experts, in chunks, which complete in order."""
 
-    def __init__(self, passage: Passage, rows_TD: Tensor, header: Header, alloc: Callable[[int], Tensor]) -> None:
-        self._crossing, layout = passage.crossing, passage.layout
-        self._payload = passage.dispatcher.options.payloads.of(header.op)
+    def __init__(self, dispatch: ChunkedDispatch, rows_TD: Tensor, header: Header) -> None:
+        self._crossing, layout = dispatch.crossing, dispatch.layout
+        self._payload = dispatch.dispatcher.options.payloads.of(header.op)
         self._width, self._dtype = rows_TD.shape[1], rows_TD.dtype
-        token_S = passage.routes.slot_S // layout.top_k
+        token_S = dispatch.routes.slot_S // layout.top_k
         packed_TX = pack(rows_TD, self._payload)
-        channel, doing = passage.dispatcher.channel, describe(header)
-        self._op, self._label = header.op, layout.label
-        with _span(passage, header) as span:
+        channel, doing = dispatch.dispatcher.channel, describe(header)
+        self._dispatch, self._op, self._next = dispatch, header.op, 0
+        with _span(dispatch, header) as span:
             self._coming = [
                 channel.start_all_to_all(take(packed_TX, token_S[chunk.leaving_S]), chunk.send, chunk.receive, doing)
                 for chunk in self._crossing.chunks
             ]
             if header.op == "dispatch":
-                put_layout(span, passage.dispatcher, layout)
-        self.rows_RD = alloc(layout.num_rows)
+                put_layout(span, dispatch.dispatcher, layout)
+        self.rows_RD = warm_rows(layout.num_rows, self._width, self._dtype, rows_TD.device)
         self.rows_RD[self._crossing.own_R] = self._unpacked(take(packed_TX, token_S[self._crossing.own_slots]))
 
-    def ready(self, chunk: int) -> bool:
-        """Whether ``land`` would not wait."""
-        return self._coming[chunk].ready()
+    def take(self, wait: bool) -> Sequence[int]:
+        chunk = self._next
+        if not wait and not self._coming[chunk].ready():
+            return ()
+        self._next += 1
+        self.land(chunk)
+        return (chunk,)
 
     def land(self, chunk: int) -> None:
-        """Wait for a chunk and put its rows into ``rows_RD``. Chunks land in order."""
-        with EVENTS.span(KINDS[self._op], self._op, layer=self._label):
+        """Wait for a chunk and put its rows into ``rows_RD``."""
+        with EVENTS.span(KINDS[self._op], self._op, layer=self._dispatch.layout.label):
             self.rows_RD[self._crossing.chunks[chunk].arriving_R] = self._unpacked(self._coming[chunk]())
+
+    def close(self) -> None:
+        if self._op == "dispatch":
+            self._dispatch.check(self.rows_RD)
 
     def _unpacked(self, moved_RX: Tensor) -> Tensor:
         return unpack(moved_RX, self._payload, self._width, self._dtype)
 
 
-class Homeward:
-    """Results of experts on their way back to the tokens."""
+class ChunkedGradients(ChunkedSend, SentGradients):
+    """Gradients of tokens on their way to the experts, where they are multiplied by the routing weights."""
 
-    def __init__(self, passage: Passage, rows_RD: Tensor, header: Header) -> None:
-        self._passage, self._rows_RD = passage, rows_RD
-        self._payload, self._doing = passage.dispatcher.options.payloads.of(header.op), describe(header)
-        self._header = header
+    def __init__(self, dispatch: ChunkedDispatch, grad_TD: Tensor, weights_TK: Tensor, weights_grad: bool) -> None:
+        header = dispatch.begin("combine backward", weights_grad)
+        self._doing = f"{describe(header)}, routing weights"
+        self._scales = dispatch.start_out(weights_TK.reshape(-1)[dispatch.routes.slot_S], self._doing)
+        self._weights_R: Tensor | None = None
+        self._results_RD: Tensor | None = None
+        self._dots_R: Tensor | None = None
+        super().__init__(dispatch, grad_TD, header)
+
+    def open(self, results_RD: Tensor | None) -> None:
+        self._results_RD = results_RD
+
+    def prepare(self, piece: Piece) -> None:
+        """Multiply completed rows by their weights, in place."""
+        results = None if self._results_RD is None else self._results_RD[piece.rows]
+        dots = scale_(self.rows_RD[piece.rows], self._weights_at(piece.rows), results)
+        if dots is not None:
+            if self._dots_R is None:
+                self._dots_R = dots.new_empty(self.rows_RD.shape[0])
+            self._dots_R[piece.rows] = dots
+
+    def _weights_at(self, rows: slice) -> Tensor:
+        if self._weights_R is None:
+            self._weights_R = self._scales()
+        return self._weights_R[rows]
+
+    def start_weights(self) -> Callable[[], Tensor | None]:
+        self._weights_at(slice(0))  # taken in any case, as every rank does
+        if self._results_RD is None:
+            return lambda: None
+        wide = self._dispatch.wide
+        dots_R = self._results_RD.new_empty(0, dtype=wide) if self._dots_R is None else self._dots_R
+        return self._dispatch.start_back(dots_R, self._doing)
+
+
+class ChunkedReturn(RowReturn):
+    """Results of experts on their way back to the tokens, in chunks. Chunks start in order."""
+
+    def __init__(self, dispatch: ChunkedDispatch, header: Header) -> None:
+        layout = dispatch.layout
+        self._dispatch, self._header = dispatch, header
+        self._payload, self._doing = dispatch.dispatcher.options.payloads.of(header.op), describe(header)
         self._coming: list[Coming] = []
         self._landing_SD: Tensor | None = None
-        if not self._payload.narrows(rows_RD.dtype):  # it needs no room but that from which it is summed
-            slots = passage.routes.slot_S.shape[0]
-            self._landing_SD = warm_rows(slots, rows_RD.shape[1], rows_RD.dtype, rows_RD.device)
-            self._landed = passage.crossing.own_R.shape[0]
+        self.rows_RD = warm_rows(layout.num_rows, layout.hidden, layout.dtype, layout.device)
+        if not self._payload.narrows(layout.dtype):  # it needs no room but that from which it is summed
+            slots = dispatch.routes.slot_S.shape[0]
+            self._landing_SD = warm_rows(slots, layout.hidden, layout.dtype, layout.device)
+            self._landed = dispatch.crossing.own_R.shape[0]
 
-    def start(self, chunk: int) -> None:
-        """Send the results of a chunk, which are all computed. Chunks start in order."""
-        part = self._passage.crossing.chunks[chunk]
-        packed_RX = pack(take(self._rows_RD, part.arriving_R), self._payload)
-        channel = self._passage.dispatcher.channel
+    def computed(self, part: int) -> None:
+        chunk = self._dispatch.crossing.chunks[part]
+        packed_RX = pack(take(self.rows_RD, chunk.arriving_R), self._payload)
+        channel = self._dispatch.dispatcher.channel
         if self._landing_SD is None:
-            coming = channel.start_all_to_all(packed_RX, part.receive, part.send, self._doing)
+            coming = channel.start_all_to_all(packed_RX, chunk.receive, chunk.send, self._doing)
         else:
-            first, self._landed = self._landed, self._landed + sum(part.send)
+            first, self._landed = self._landed, self._landed + sum(chunk.send)
             out = self._landing_SD[first : self._landed]
-            coming = channel.start_all_to_all(packed_RX, part.receive, part.send, self._doing, out)
+            coming = channel.start_all_to_all(packed_RX, chunk.receive, chunk.send, self._doing, out)
         self._coming.append(coming)
 
-    def summed(self, weights_TK: Tensor | None) -> Tensor:
-        """[T, D] the sum of each token's results, after all have been started."""
-        with _span(self._passage, self._header):
+    def result(self, weights_TK: Tensor | None) -> Tensor:
+        with _span(self._dispatch, self._header):
             return self._summed(weights_TK)
 
     def _summed(self, weights_TK: Tensor | None) -> Tensor:
-        crossing, routes = self._passage.crossing, self._passage.routes
-        rows_RD = self._rows_RD
+        crossing, routes = self._dispatch.crossing, self._dispatch.routes
+        rows_RD = self.rows_RD
         if self._landing_SD is not None:
             torch.index_select(rows_RD, 0, crossing.own_R, out=self._landing_SD[: crossing.own_R.shape[0]])
             for coming in self._coming:
                 coming()
-            return weighted_sum(self._landing_SD, self._passage.landed_TK, weights_TK)
+            return weighted_sum(self._landing_SD, self._dispatch.landed_TK, weights_TK)
         rows_SD = warm_rows(routes.slot_S.shape[0], rows_RD.shape[1], rows_RD.dtype, rows_RD.device)
         rows_SD[crossing.own_slots] = self._unpacked(pack(take(rows_RD, crossing.own_R), self._payload))
         for chunk, coming in zip(crossing.chunks, self._coming, strict=True):
@@ -315,57 +361,15 @@ class Homeward:
         return weighted_sum(rows_SD, routes.place_TK, weights_TK)
 
     def _unpacked(self, moved_SX: Tensor) -> Tensor:
-        return unpack(moved_SX, self._payload, self._rows_RD.shape[1], self._rows_RD.dtype)
+        return unpack(moved_SX, self._payload, self.rows_RD.shape[1], self.rows_RD.dtype)
 
 
-def _span(passage: Passage, header: Header) -> Open:
-    layout, dispatcher = passage.layout, passage.dispatcher
+def _span(dispatch: ChunkedDispatch, header: Header) -> Open:
+    layout, dispatcher = dispatch.layout, dispatch.dispatcher
     nbytes, group = sent(dispatcher, header.op, layout), group_of(dispatcher.group)
     return EVENTS.span(KINDS[header.op], header.op, layer=layout.label, group=group, nbytes=nbytes)
 
 
-def follow(
-    outward: Outward,
-    crossing: Crossing,
-    compute: Callable[[Piece], None],
-    after: Callable[[int], None],
-    spare: Callable[[], bool] = lambda: False,
-) -> None:
-    """Compute all rows as they arrive: chunk by chunk, own rows in between while none has come.
-
-    Args:
-        after: called with each chunk once its rows are computed.
-        spare: does a part of other work while there is nothing to compute; False: there is none.
-    """
-    board = Board(crossing)
-    own = board.own()
-    for chunk in range(len(crossing.chunks)):
-        while not outward.ready(chunk):
-            piece = next(own, None)
-            if piece is not None:
-                compute(piece)
-            elif not spare():
-                break
-        outward.land(chunk)
-        for piece in board.arrived(chunk):
-            compute(piece)
-        after(chunk)
-    for piece in own:
-        compute(piece)
-
-
-def lead(crossing: Crossing, compute: Callable[[Piece], None], after: Callable[[int], None]) -> None:
-    """Compute all rows, those first that leave first; own rows last, while the others travel."""
-    for index, chunk in enumerate(crossing.chunks):
-        for piece in chunk.pieces:
-            compute(piece)
-        after(index)
-    for piece in crossing.own:
-        compute(piece)
-
-
-def overlaps(dispatcher: Dispatcher) -> bool:
-    """Whether rows can cross in chunks: with ``all_to_all``, each with its own scales. Shared memory, which moves rows
-    at once by the cores that compute, has nothing to hide."""
-    payloads = dispatcher.options.payloads
-    return type(dispatcher) is AllToAllDispatcher and payloads.invariant
+def sends_chunks(dispatcher: Dispatcher) -> bool:
+    """Whether rows can be sent in chunks: with ``all_to_all``, each row with its own scales."""
+    return type(dispatcher) is AllToAllDispatcher and dispatcher.options.payloads.invariant

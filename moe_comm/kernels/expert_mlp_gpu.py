@@ -1,0 +1,99 @@
+"""``ExpertMLP`` on a GPU: all experts' rows in one launch for each product, by ``kernels/triton/grouped_mm.py``.
+
+    forward    h = rows @ w13.T          act = activation(h)         out = act @ w2.T
+    backward   grad_act = grad @ w2      grad_h, act again           grad_rows = grad_h @ w13
+                                         grad_w2 = grad.T @ act      grad_w13 = grad_h.T @ rows
+
+Each line is a launch or two, whatever the number of experts, and none asks the device for counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from moe_comm.kernels.expert_mlp import ExpertMLP
+from moe_comm.kernels.native import for_triton
+
+DTYPES = (torch.bfloat16, torch.float16)
+"""fp32 stays with cuBLAS, expert by expert: these kernels have no tensor cores for it."""
+
+
+OLDEST = (8, 0)
+"""Compute capability; GPUs before it have no products of bf16."""
+
+
+def takes(mlp: ExpertMLP, rows_RD: Tensor) -> bool:
+    """Whether these experts run here: 16-bit ones without biases."""
+    w13_EGD, w2_EDF, b13_EG, b2_ED = mlp.tensors
+    if rows_RD.dtype not in DTYPES or b13_EG is not None or b2_ED is not None or w13_EGD is None:
+        return False
+    return w13_EGD.shape[0] > 0 and for_triton(rows_RD, w13_EGD, w2_EDF) and _has_tensor_cores(rows_RD.device)
+
+
+@lru_cache
+def _has_tensor_cores(device: torch.device) -> bool:
+    """For what the kernels multiply, and with their memory; on the CPU they are interpreted."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= OLDEST
+
+
+def forward(mlp: ExpertMLP, rows_RD: Tensor, counts_E: Tensor, out_RD: Tensor) -> Tensor:
+    """Write the experts' output into ``out_RD``; returns h_RG, which ``backward`` can use.
+
+    Args:
+        rows_RD: [R, D], unit stride along D. counts_E: int64 rows of each expert, on the device. Rows beyond their sum
+            are left as they are.
+    """
+    from moe_comm.kernels.triton.grouped_mm import grouped_mm_into
+
+    w13_EGD, w2_EDF, _, _ = mlp.tensors
+    assert w13_EGD is not None
+    assert w2_EDF is not None
+    h_RG = rows_RD.new_empty(rows_RD.shape[0], w13_EGD.shape[1])
+    act_RF = rows_RD.new_empty(rows_RD.shape[0], w2_EDF.shape[2])
+    grouped_mm_into(rows_RD, w13_EGD, counts_E, h_RG)
+    mlp.activation.forward(h_RG, act_RF)
+    grouped_mm_into(act_RF, w2_EDF, counts_E, out_RD)
+    return h_RG
+
+
+def backward(
+    mlp: ExpertMLP,
+    rows_RD: Tensor,
+    h_RG: Tensor | None,
+    grad_RD: Tensor,
+    counts_E: Tensor,
+    grad_rows_RD: Tensor | None,
+    grads: Sequence[Tensor | None],
+) -> None:
+    """Write the rows' gradient into ``grad_rows_RD`` and those of w13 and w2 into ``grads``, where they are not None.
+
+    Args:
+        h_RG: of ``forward``; None: it is computed again.
+    """
+    from moe_comm.kernels.triton.grouped_mm import grouped_mm_into, grouped_weight_grad_into
+
+    w13_EGD, w2_EDF, _, _ = mlp.tensors
+    assert w13_EGD is not None
+    assert w2_EDF is not None
+    grad_w13, grad_w2, *_ = grads
+    if h_RG is None:
+        h_RG = rows_RD.new_empty(rows_RD.shape[0], w13_EGD.shape[1])
+        grouped_mm_into(rows_RD, w13_EGD, counts_E, h_RG)
+    act_RF = rows_RD.new_empty(rows_RD.shape[0], w2_EDF.shape[2])
+    grad_h_RG = torch.empty_like(h_RG) if grad_rows_RD is not None or grad_w13 is not None else None
+    if grad_h_RG is not None:
+        grouped_mm_into(grad_RD, w2_EDF.transpose(1, 2), counts_E, act_RF)
+        # The activation takes the place of its gradient.
+        mlp.activation.backward(h_RG, act_RF, grad_h_RG, act_RF)
+    elif grad_w2 is not None:
+        mlp.activation.forward(h_RG, act_RF)
+    if grad_w2 is not None:
+        grouped_weight_grad_into(grad_RD, act_RF, counts_E, grad_w2)
+    if grad_h_RG is not None and grad_w13 is not None:
+        grouped_weight_grad_into(grad_h_RG, rows_RD, counts_E, grad_w13)
+    if grad_h_RG is not None and grad_rows_RD is not None:
+        grouped_mm_into(grad_h_RG, w13_EGD.transpose(1, 2), counts_E, grad_rows_RD)

@@ -1,0 +1,44 @@
+"""What can be wrong with the input of ``dispatch_matmul`` and ``matmul_combine``, on any executor."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.types import Layout
+from moe_comm.errors import InputError
+
+
+def weights_fault(dispatcher: Dispatcher, w_EGD: Tensor, rows: Tensor, operator: str) -> InputError | None:
+    """What is wrong with the weights of the dispatcher's experts for ``rows`` [.., D]."""
+    experts = len(dispatcher.local_experts)
+    fits = w_EGD.dim() == 3 and w_EGD.shape[0] == experts and w_EGD.shape[2] == rows.shape[-1]
+    if fits and w_EGD.dtype == rows.dtype and w_EGD.device == rows.device:
+        return None
+    return InputError(
+        f"{operator} needs weights [{experts}, .., {rows.shape[-1]}] of this rank's experts for rows of {rows.dtype} "
+        f"on {rows.device}; got {tuple(w_EGD.shape)} {w_EGD.dtype} on {w_EGD.device}"
+    )
+
+
+def combine_fault(
+    dispatcher: Dispatcher, layout: Layout, rows_RF: Tensor, w_EDF: Tensor, weights_TK: Tensor
+) -> InputError | None:
+    """What is wrong with the input of a ``matmul_combine`` of rows that stand as ``layout`` says."""
+    if (fault := weights_fault(dispatcher, w_EDF, rows_RF, "matmul_combine")) is not None:
+        return fault
+    if rows_RF.shape[0] != layout.num_rows or w_EDF.shape[1] != layout.hidden or rows_RF.dtype != layout.dtype:
+        return InputError(
+            f"matmul_combine needs rows [{layout.num_rows}, F] {layout.dtype} and weights [E, {layout.hidden}, F]; got "
+            f"{tuple(rows_RF.shape)} {rows_RF.dtype} and {tuple(w_EDF.shape)}"
+        )
+    if tuple(weights_TK.shape) != (layout.num_tokens, layout.top_k):
+        return InputError(
+            f"matmul_combine needs weights [{layout.num_tokens}, {layout.top_k}]; got {tuple(weights_TK.shape)}"
+        )
+    if rows_RF.device != layout.device or weights_TK.device != layout.device:
+        return InputError(
+            f"matmul_combine needs rows and weights on {layout.device}; got rows on {rows_RF.device} and weights on "
+            f"{weights_TK.device}"
+        )
+    return None
