@@ -23,11 +23,13 @@ from moe_comm.errors import ConfigError
 from moe_comm.layers.config import TransformerConfig
 from moe_comm.layers.shard import shardings_of
 from moe_comm.plan.model.activations import Activations
-from moe_comm.plan.model.fixed_memory import Fixed, Part, state_bytes
+from moe_comm.plan.model.fixed_memory import Fixed, Part, Parts, state_bytes
 from moe_comm.plan.model.matrices import FAMILY, MASTER
+from moe_comm.plan.model.memory import most_kept
 from moe_comm.plan.model.shape import ModelShape
-from moe_comm.plan.pipeline.in_flight import in_flight
-from moe_comm.plan.pipeline.schedules import check_micro_batches
+from moe_comm.plan.model.split_memory import gradients_between
+from moe_comm.plan.pipeline.in_flight import moments
+from moe_comm.plan.pipeline.schedules import can_split, check_micro_batches
 from moe_comm.plan.pipeline.stages import StagePlan
 from moe_comm.topology import FoldedMesh, ParallelConfig, Sharding, picture
 from moe_comm.train.architecture import family_of
@@ -178,11 +180,12 @@ def _activations(
 ) -> int:
     """Estimated bytes on each rank of pipeline position ``pp``.
 
-    For each of its stages what a pass keeps as often as micro-batches wait there for their backward (``in_flight``),
-    twice where two are interleaved; what the backward of its largest layer computes again; and on the last stage the
-    loss, whose backward follows at once but with gpipe.
+    What passes keep when the rank holds the most (``most_kept``), twice where two micro-batches are interleaved; what
+    the backward of its largest layer computes again; and on the last stage the loss, whose backward follows at once but
+    with gpipe.
     """
-    n, model, capacity = config.data.micro_batches, config.model, architecture.moe.capacity
+    parallel, n, model = config.parallel, config.data.micro_batches, config.model
+    capacity = architecture.moe.capacity
     estimate = Activations(
         ModelShape.of(architecture),
         DTYPES[model.dtype].itemsize,
@@ -193,18 +196,18 @@ def _activations(
         etp=mapping.etp,
     )
     stages = plan.stages_of(pp)
-    waiting = in_flight(config.parallel.schedule, plan.pp, plan.virtual, pp, n)
-    together = 2 if config.parallel.interleave else 1
-    held = again = 0
-    for stage, count in zip(stages, waiting, strict=True):
+    parts = []
+    for stage in stages:
         layers = plan.layers_of(stage)
         dense = sum(layer in architecture.dense_layers for layer in layers)
-        moe = len(layers) - dense
-        held += together * count * round(tokens * estimate.kept(dense, moe, int(plan.is_last(stage))))
-        again = max(again, round(tokens * estimate.again(dense, moe)))
-    if plan.is_last(stages[-1]):
-        held += estimate.loss(tokens) * (n if config.parallel.schedule == "gpipe" and plan.pp > 1 else together)
-    return held + again
+        parts.append(Parts(dense, len(layers) - dense, plan.is_first(stage), plan.is_last(stage)))
+    split = model.recompute != "full" and can_split(parallel.schedule, plan.pp)
+    halfway = gradients_between(estimate, bool(parallel.overlap_chunks)) if split else (0.0, 0.0)
+    held = sum(most_kept(estimate, parts, moments(parallel.schedule, plan.pp, plan.virtual, n)[pp], halfway))
+    again = max(estimate.again(one.dense, one.moe) for one in parts)
+    together = 2 if parallel.interleave else 1
+    losses = (n if parallel.schedule == "gpipe" and plan.pp > 1 else together) if plan.is_last(stages[-1]) else 0
+    return round(tokens * (together * held + again)) + losses * estimate.loss(tokens)
 
 
 def _ranks(

@@ -28,8 +28,7 @@ from moe_comm.plan.model.matrices import MASTER
 from moe_comm.plan.model.routing import SUM_BYTES, copies, sends_sums
 from moe_comm.plan.model.shape import ModelShape
 from moe_comm.plan.model.split_memory import gradients_between
-from moe_comm.plan.pipeline.in_flight import Moment, in_flight, moments
-from moe_comm.plan.pipeline.schedules import check_micro_batches
+from moe_comm.plan.pipeline.in_flight import Moment, moments
 from moe_comm.plan.pipeline.stages import plan_stages
 
 
@@ -101,10 +100,9 @@ def memory(
     """
     parallel, micro_batches = mapping.parallel, mapping.micro_batches(global_batch)
     schedule = mapping.schedule
-    check_micro_batches(schedule, parallel.pp, micro_batches)
     stages_of = _layout(shape.layers, shape.dense_layers, parallel.pp, schedule, mapping.virtual)
     split = mapping.splits
-    moments_of = (moments if split else _one_moment)(schedule, parallel.pp, mapping.virtual, micro_batches)
+    moments_of = moments(schedule, parallel.pp, mapping.virtual, micro_batches)
     size = load.size
     sharding = mapping.sharding if parallel.world > 1 else "replicate"  # on one rank there is nobody to share with
     partial = sharding == "fsdp" and (policy.reshard or (parallel.pp == 1 and micro_batches == 1))
@@ -113,9 +111,7 @@ def memory(
     fixed = fixed_parts(shape, keeping)
     tokens = _tokens(mapping, load)
     estimate = _estimate(shape, size, parallel.tp, mapping.recompute, load.busiest(parallel.ep), parallel.etp)
-    halfway = (0.0, 0.0)
-    if split:
-        halfway = gradients_between(shape, mapping, load, tokens, size)
+    halfway = gradients_between(estimate, mapping.fuses) if split else (0.0, 0.0)
     losses = estimate.loss(math.ceil(tokens)) * (micro_batches if schedule == "gpipe" and parallel.pp > 1 else 1)
     buffers = _Buffers.of(shape, mapping, load, size, host)
     every: dict[tuple[Parts, int], tuple[Fixed, float, int]] = {}
@@ -130,11 +126,7 @@ def memory(
                 round(buffers.at(parts, len(stages)) + (MASTER * largest if partial else 0)),
             )
         held, beside, passing = every[parts, len(stages)]
-        flying = [tokens * estimate.kept(dense, moe, last) for dense, moe, _, last in stages]
-        between = [dense * halfway[0] + moe * halfway[1] for dense, moe, _, _ in stages]
-        activations, waiting = max(
-            ((sum(map(mul, n, flying)), sum(map(mul, late, between))) for n, late in some), key=sum
-        )
+        activations, waiting = most_kept(estimate, stages, some, halfway)
         found.append(
             RankMemory(
                 position,
@@ -142,12 +134,22 @@ def memory(
                 held.weights,
                 held.gradients,
                 held.optimizer,
-                round(beside + activations),
-                passing + round(waiting),
+                round(beside + tokens * activations),
+                passing + round(tokens * waiting),
                 held.at_update,
             )
         )
     return tuple(found)
+
+
+def most_kept(
+    estimate: Activations, stages: Sequence[Parts], moments: Sequence[Moment], halfway: tuple[float, float]
+) -> tuple[float, float]:
+    """Bytes per token on a rank with these stages when it holds the most: what forward left, and what the first halves
+    of split backward passes left (``halfway``, of a dense and of an MoE layer)."""
+    flying = [estimate.kept(dense, moe, last) for dense, moe, _, last in stages]
+    between = [dense * halfway[0] + moe * halfway[1] for dense, moe, _, _ in stages]
+    return max(((sum(map(mul, n, flying)), sum(map(mul, late, between))) for n, late in moments), key=sum)
 
 
 def worst(memories: Sequence[RankMemory]) -> RankMemory:
@@ -170,12 +172,6 @@ def _layout(
             stages.append(Parts(early, len(ids) - early, int(plan.is_first(stage)), int(plan.is_last(stage))))
         found.append((Parts(*map(sum, zip(*stages, strict=True))), tuple(stages)))
     return tuple(found)
-
-
-@lru_cache(maxsize=4096)
-def _one_moment(schedule: str, pp: int, virtual: int, micro_batches: int) -> tuple[tuple[Moment, ...], ...]:
-    nothing = (0,) * virtual
-    return tuple(((in_flight(schedule, pp, virtual, rank, micro_batches), nothing),) for rank in range(pp))
 
 
 # ---- activations and buffers

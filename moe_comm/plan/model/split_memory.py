@@ -7,43 +7,41 @@ each operator with weights, of which theirs are made. The first stage has none o
 
 from __future__ import annotations
 
-from moe_comm.plan.machine.hardware import BYTES
-from moe_comm.plan.model.load import Load
-from moe_comm.plan.model.mapping import Mapping
-from moe_comm.plan.model.matrices import Weight
-from moe_comm.plan.model.shape import ModelShape
+from moe_comm.plan.model.activations import Activations
+from moe_comm.plan.model.matrices import MASTER, Weight
 
 
-def gradients_between(shape: ModelShape, mapping: Mapping, load: Load, tokens: float, size: int) -> tuple[float, float]:
-    """Bytes for a micro-batch in a dense layer, and in an MoE layer, between the halves of its backward.
+def gradients_between(estimate: Activations, fused: bool) -> tuple[float, float]:
+    """Bytes per token of a dense layer, and of an MoE layer, between the halves of its backward.
 
     Args:
-        tokens: a rank's own of a micro-batch. size: bytes of an element.
+        fused: experts are fused with their transfers, and are several functions.
     """
+    shape = estimate.shape
     dense, moe = (
-        sum(times * _of(shape, mapping, load, weight, size) for block, times in blocks for weight in block.weights)
+        sum(times * _of(estimate, fused, weight) for block, times in blocks for weight in block.weights)
         for blocks in (
             shape.layer_blocks("dense") if shape.dense_layers else (),
             shape.layer_blocks("moe") if shape.moe_layers else (),
         )
     )
-    return tokens * dense, tokens * moe
+    return dense, moe
 
 
-def _of(shape: ModelShape, mapping: Mapping, load: Load, weight: Weight, size: int) -> float:
+def _of(estimate: Activations, fused: bool, weight: Weight) -> float:
     """Bytes per token of the gradient of one operator's result."""
-    p = mapping.parallel
+    shape, size = estimate.shape, estimate.size
     if weight.operator == "experts":
-        if not weight.product or (weight.name != "down" and not mapping.fuses):
+        if not weight.product or (weight.name != "down" and not fused):
             return 0.0  # a function of its own, in front of which the gradient of its result stands
-        rows = shape.chosen * load.busiest(p.ep) * p.etp
-        return rows * size * (weight.n if weight.name == "down" else weight.n / p.etp)
+        rows = shape.chosen * estimate.rows * estimate.etp
+        return rows * size * (weight.n if weight.name == "down" else weight.n / estimate.etp)
     if weight.operator == "router":
-        return BYTES["fp32"] * weight.n if weight.product else 0.0
+        return MASTER * weight.n if weight.product else 0.0
     if weight.product:
         # Where rows are scattered over tp behind it, they are those of the whole group.
         whole = weight.operator in ("out", "dense") and weight.name in ("out", "down")
-        return float(size * weight.n * (p.tp if whole else 1))
+        return float(size * weight.n * (estimate.tp if whole else 1))
     if weight.name == "norm" and weight.operator == "qkv" and shape.latent is None:
         return float(size * (shape.heads + shape.kv_heads) * shape.head_dim)
     return float(size * weight.n) if weight.name == "norm" or weight.operator == "norms" else 0.0
