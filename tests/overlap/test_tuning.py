@@ -16,7 +16,7 @@ import torch.distributed as dist
 from moe_comm import cli
 from moe_comm.bench.tune import measure as tune
 from moe_comm.comm.communicator import CollectiveOptions
-from moe_comm.comm.meeting import channel_of, configure_collectives
+from moe_comm.comm.meeting import channel_of, communicator_of, configure_collectives
 from moe_comm.dispatch.all_to_all import AllToAllDispatcher
 from moe_comm.errors import RankMismatch
 from moe_comm.overlap import dispatch_matmul as dispatching
@@ -178,7 +178,7 @@ def _measures(rank: int, world: int, folder: str) -> list[Rates]:
     try:
         for options in (CollectiveOptions(), CollectiveOptions(shared_memory=False)):
             configure_collectives(options)
-            tuning._state.known.clear()
+            communicator_of(dist.group.WORLD).forget("tuning")
             before = torch.get_rng_state()
             found.append(tuning.rates_of(channel_of(dist.group.WORLD), torch.float32, CPU))
             assert torch.equal(torch.get_rng_state(), before)
