@@ -30,7 +30,7 @@ from moe_comm.comm.meeting import communicator_of
 from moe_comm.dispatch.checksums import Damage, claim
 from moe_comm.dispatch.group_scales import rounded_in_groups
 from moe_comm.dispatch.moved import put_layout, rows_moved
-from moe_comm.dispatch.payload import rounded
+from moe_comm.dispatch.payload import AS_THEY_ARE, rounded
 from moe_comm.dispatch.types import DROPPED, Dispatched, DispatchOptions, Layout, routing_error
 from moe_comm.errors import (
     InputError,
@@ -52,6 +52,7 @@ class Dispatcher(ABC):
     """Moves token rows to the ranks that hold their experts, and the results back. Differentiable.
 
     Attributes:
+        rounds: whether rows are rounded as their payload would before this dispatcher moves them.
         damage: of rows that arrived, with ``DispatchOptions.checksums``.
         comm: what this process keeps for the group; None without one. calls: numbers of the group's operations.
         maker: a number that no other dispatcher of this process has.
@@ -73,6 +74,7 @@ class Dispatcher(ABC):
         self.rank = rank
         self.world = placement.world
         self.options = options or DispatchOptions()
+        self.rounds = not self.packs and self.options.payloads != AS_THEY_ARE
         self.damage = Damage()
         self.calls = GroupCalls() if self.comm is None else self.comm.calls
         if self.comm is not None:
@@ -297,7 +299,7 @@ class Dispatcher(ABC):
 
 def _carried(dispatcher: Dispatcher, rows_RD: Tensor, header: Header) -> Tensor:
     """``rows_RD`` as the backend takes them: rounded already if it moves them in place. Gradients pass straight."""
-    if dispatcher.packs or header.fault is not None:
+    if not dispatcher.rounds or header.fault is not None:
         return rows_RD
     payload = dispatcher.options.payloads.of(header.op)
     return rounded_in_groups(rows_RD, payload) if payload.scales == "group" else rounded(rows_RD, payload)

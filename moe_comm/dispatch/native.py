@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
@@ -87,10 +86,11 @@ class LeavingRows(_Underway):
         native: _C.Leaving,
         rows_RD: Tensor,
         y_TD: Tensor,
-        explained: Callable[[], AbstractContextManager[None]],
+        rows: NativeRows,
+        header: Header,
     ) -> None:
         super().__init__(native)
-        self._leaving, self._explained, self._y_TD = native, explained, y_TD
+        self._leaving, self._of, self._header, self._y_TD = native, rows, header, y_TD
         self._rows_RD = rows_RD  # peers read it
 
     def raise_flag(self, peer: int) -> None:
@@ -108,8 +108,10 @@ class LeavingRows(_Underway):
             RankMismatch: on every rank. PeerDied, PeerTimeout: a rank is gone, or does not come. PeerError: it failed.
         """
         weights_TK = None if weights_TK is None else weights_TK.contiguous()
-        with self._explained():
+        try:
             self._leaving.sum(0 if weights_TK is None else weights_TK.data_ptr(), self._y_TD.data_ptr())
+        except self._of.errors as error:
+            raise self._of.explained(error, self._header) from None
         return self._y_TD
 
 
@@ -117,6 +119,9 @@ class NativeRows:
     """The three primitives of ``Dispatcher`` on a ``_C.Transfer``.
 
     comm: None where this process holds all experts. timeout_s: how long it waits for a peer in these calls.
+
+    Attributes:
+        errors: what the native core raises.
     """
 
     def __init__(
@@ -127,11 +132,12 @@ class NativeRows:
         comm: Communicator | None = None,
         timeout_s: float = math.inf,
     ) -> None:
-        self._core = native()
+        core = native()
+        self.errors = (MoeCommError, core.HandshakeFailed)
         self._comm, self._timeout_s = comm, timeout_s
         self.rank = rank
         self.heap = heap
-        self._transfer = self._core.Transfer(
+        self._transfer = core.Transfer(
             None if comm is None else comm.core, heap, list(expert_offsets), threads=torch.get_num_threads()
         )
 
@@ -146,8 +152,9 @@ class NativeRows:
         if not fault:
             x_TD = _dense(x_TD)
             ids_TK = ids_TK.to(torch.int64).contiguous()
-        self._begin()
-        with self._explained(header):
+        if self._comm is not None:
+            self._comm.limit(self._timeout_s)
+        try:
             capsule, native_layout, arriving = self._transfer.start_send(
                 header.compared(),
                 header.label,
@@ -161,6 +168,8 @@ class NativeRows:
                 hidden,
                 DTYPE_CODES.get(header.dtype, 0),
             )
+        except self.errors as error:
+            raise self.explained(error, header) from None
         rows = native_layout.rows
         rows_RD = torch.from_dlpack(capsule) if rows and hidden else x_TD.new_empty(rows, hidden)
         layout = Layout(
@@ -193,8 +202,9 @@ class NativeRows:
         if computed:
             rows_RD = _dense(rows_RD)
         y_TD = warm(layout.num_tokens, layout.hidden, layout.dtype)  # now: no room would be no news to the others
-        self._begin()
-        with self._explained(header):
+        if self._comm is not None:
+            self._comm.limit(self._timeout_s)
+        try:
             leaving = self._transfer.start_sum(
                 header.compared(),
                 header.label,
@@ -204,7 +214,9 @@ class NativeRows:
                 rows_RD.stride(0) * rows_RD.element_size(),
                 computed,
             )
-        return LeavingRows(leaving, rows_RD, y_TD, lambda: self._explained(header))
+        except self.errors as error:
+            raise self.explained(error, header) from None
+        return LeavingRows(leaving, rows_RD, y_TD, self, header)
 
     def sum(self, rows_RD: Tensor, weights_TK: Tensor | None, layout: Layout, header: Header) -> Tensor:
         """Combine; see ``Dispatcher._sum``."""
@@ -219,8 +231,9 @@ class NativeRows:
         rows = None if rows_RD is None else _dense(rows_RD)
         weights_TK = weights_TK.contiguous()
         grad_TK = None if rows is None else torch.empty(layout.num_tokens, layout.top_k)
-        self._begin()
-        with self._explained(header):
+        if self._comm is not None:
+            self._comm.limit(self._timeout_s)
+        try:
             capsule, arriving = self._transfer.start_spread(
                 header.compared(),
                 header.label,
@@ -233,6 +246,8 @@ class NativeRows:
                 rows is not None,
                 0 if grad_TK is None else grad_TK.data_ptr(),
             )
+        except self.errors as error:
+            raise self.explained(error, header) from None
         some = layout.num_rows and layout.hidden
         grad_RD = torch.from_dlpack(capsule) if some else grad_TD.new_empty(layout.num_rows, layout.hidden)
         return ArrivingRows(arriving, grad_RD, layout, capsule, rows), grad_TK
@@ -245,25 +260,13 @@ class NativeRows:
         with arriving:
             return arriving.rows_RD, grad_TK
 
-    def _begin(self) -> None:
-        if self._comm is not None:
-            self._comm.limit(self._timeout_s)
-
-    @contextmanager
-    def _explained(self, header: Header) -> Iterator[None]:
-        try:
-            yield
-        except self._core.HandshakeFailed as error:
-            explained = self._explain(error, header)
-            mark_known(explained)
-            raise explained from None
-        except MoeCommError as error:
-            mark_known(error)
-            raise
-
-    def _explain(self, error: Any, header: Header) -> Exception:
-        """The typed error that every rank raises after a failed handshake."""
-        explained = failure(error.headers, self.rank, header)
-        if len(error.headers) == 1 and isinstance(explained, RoutingError):
-            return RoutingError(str(explained).removeprefix("rank 0: "))
-        return explained
+    def explained(self, error: Exception, header: Header) -> Exception:
+        """``error`` of the native core as every rank raises it, marked as known to all."""
+        known: Exception = error
+        if not isinstance(error, MoeCommError):
+            headers: list[bytes] = error.headers  # type: ignore[attr-defined]
+            known = failure(headers, self.rank, header)
+            if len(headers) == 1 and isinstance(known, RoutingError):
+                known = RoutingError(str(known).removeprefix("rank 0: "))
+        mark_known(known)
+        return known

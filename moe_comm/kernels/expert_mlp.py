@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moe_comm.errors import InputError
 from moe_comm.kernels.activations import Activation
-from moe_comm.kernels.expert_mm import align, each_expert, expert_mm, product_into
+from moe_comm.kernels.expert_mm import aligned, each_expert, expert_mm, is_aligned, product_into
 
 Alloc = Callable[[int, int, torch.dtype, torch.device], Tensor]
 """(rows, width, dtype, device) to an uninitialised [rows, width] tensor."""
@@ -204,7 +204,7 @@ class _MLPForward(ExpertForward):
         self._h_RG = alloc(rows_RD.shape[0] if keep else largest, width_h, dtype, device)
         self.saved_RG = self._h_RG if keep else None
         self._act_RF = alloc(largest, w2_EDF.shape[2], dtype, device)
-        self._aligned, self._aligned_w13, self._aligned_w2 = align(rows_RD), align(w13_EGD), align(w2_EDF)
+        self._aligned = is_aligned(rows_RD) and is_aligned(w13_EGD) and is_aligned(w2_EDF)
         self._w13, self._w2 = w13_EGD.unbind(0), w2_EDF.unbind(0)
         self._b13, self._b2 = each_expert(b13_EG, experts), each_expert(b2_ED, experts)
 
@@ -220,10 +220,12 @@ class _MLPForward(ExpertForward):
                 self._run(expert, rows, self._h_RG[:size] if kept is None else kept[expert], out[expert])
 
     def _run(self, e: int, rows_rD: Tensor, h_rG: Tensor, out_rD: Tensor) -> None:
-        act_rF = self._act_RF[: rows_rD.shape[0]]
-        expert_mm(self._aligned(rows_rD), self._aligned_w13(self._w13[e]).t(), h_rG, self._b13[e])
+        act_rF, w13_GD, w2_DF = self._act_RF[: rows_rD.shape[0]], self._w13[e], self._w2[e]
+        if not self._aligned:
+            rows_rD, w13_GD, w2_DF = aligned(rows_rD), aligned(w13_GD), aligned(w2_DF)
+        expert_mm(rows_rD, w13_GD.t(), h_rG, self._b13[e])
         self._activation.forward(h_rG, act_rF)
-        expert_mm(act_rF, self._aligned_w2(self._w2[e]).t(), out_rD, self._b2[e])
+        expert_mm(act_rF, w2_DF.t(), out_rD, self._b2[e])
 
 
 class _MLPBackward(ExpertBackward):
@@ -250,30 +252,29 @@ class _MLPBackward(ExpertBackward):
         room = max(sizes, default=0) if whole else rows_RD.shape[0]
         self._act_RF = alloc(room, w2_EDF.shape[2], dtype, device)
         self._grad_h_RG = alloc(room, w13_EGD.shape[1], dtype, device)
-        self._aligned, self._aligned_grad = align(rows_RD), align(grad_RD)
-        self._aligned_w13, self._aligned_w2 = align(w13_EGD), align(w2_EDF)
-        self._aligned_act, self._aligned_grad_h = align(self._act_RF), align(self._grad_h_RG)
+        self._aligned = all(map(is_aligned, (rows_RD, grad_RD, w13_EGD, w2_EDF, self._act_RF, self._grad_h_RG)))
         self._w13, self._w2, self._b13 = w13_EGD.unbind(0), w2_EDF.unbind(0), each_expert(b13_EG, w13_EGD.shape[0])
         self._starts = starts_of(sizes)
 
     def row_range(self, expert: int, rows: slice) -> None:
         room = slice(0, rows.stop - rows.start) if self._scratch else rows
         act, grad_h, grad = self._act_RF[room], self._grad_h_RG[room], self._grad_RD[rows]
+        w13, w2 = self._w13[expert], self._w2[expert]
+        if not self._aligned:
+            grad, w13, w2 = aligned(grad), aligned(w13), aligned(w2)
         if self._saved_RG is not None:
             h = self._saved_RG[rows]
         else:
             h = grad_h  # whose place it takes, and which is written once it has been read
-            w13 = self._aligned_w13(self._w13[expert])
-            expert_mm(self._aligned(self._rows_RD[rows]), w13.t(), h, self._b13[expert])
+            expert_mm(aligned(self._rows_RD[rows]), w13.t(), h, self._b13[expert])
         if self._through:
-            expert_mm(self._aligned_grad(grad), self._aligned_w2(self._w2[expert]), act)
+            expert_mm(grad, w2, act)
             # The activation takes the place of its gradient, which is read first.
             self._activation.backward(h, act, grad_h, act)
         elif self._weights[1]:
             self._activation.forward(h, act)
         if self._grad_rows_RD is not None:
-            w13 = self._aligned_w13(self._w13[expert])
-            expert_mm(self._aligned_grad_h(grad_h), w13, self._grad_rows_RD[rows])
+            expert_mm(grad_h if self._aligned else aligned(grad_h), w13, self._grad_rows_RD[rows])
 
     def weights_of(self, expert: int, into: Sequence[Tensor | None]) -> None:
         w13, w2, b13, b2 = into
@@ -285,13 +286,15 @@ class _MLPBackward(ExpertBackward):
             return
         rows = slice(self._starts[expert], self._starts[expert + 1])
         room = slice(0, size) if self._scratch else rows
-        grad, grad_h = self._grad_RD[rows], self._grad_h_RG[room]
+        rows_rD, grad, grad_h, act = self._rows_RD[rows], self._grad_RD[rows], self._grad_h_RG[room], self._act_RF[room]
+        if not self._aligned:
+            rows_rD, grad, grad_h, act = aligned(rows_rD), aligned(grad), aligned(grad_h), aligned(act)
         if w2 is not None:
-            product_into(self._aligned_grad(grad).t(), self._aligned_act(self._act_RF[room]), w2)
+            product_into(grad.t(), act, w2)
         if b2 is not None:
             torch.sum(grad, 0, out=b2)
         if w13 is not None:
-            product_into(self._aligned_grad_h(grad_h).t(), self._aligned(self._rows_RD[rows]), w13)
+            product_into(grad_h.t(), rows_rD, w13)
         if b13 is not None:
             torch.sum(grad_h, 0, out=b13)
 
@@ -333,11 +336,10 @@ class ExpertLinear(LocalExperts):
 class _LinearForward(ExpertForward):
     def __init__(self, w_EGD: Tensor, rows_RD: Tensor, out_RG: Tensor, sizes: Sizes) -> None:
         self._rows_RD, self._out_RG, self._sizes = rows_RD, out_RG, sizes
-        self._aligned, self._aligned_w, self._w = align(rows_RD), align(w_EGD), w_EGD.unbind(0)
+        self._w = w_EGD.unbind(0)
 
     def row_range(self, expert: int, rows: slice) -> None:
-        w = self._aligned_w(self._w[expert])
-        expert_mm(self._aligned(self._rows_RD[rows]), w.t(), self._out_RG[rows])
+        expert_mm(aligned(self._rows_RD[rows]), aligned(self._w[expert]).t(), self._out_RG[rows])
 
     def all_rows(self) -> None:
         first = 0
@@ -350,13 +352,11 @@ class _LinearForward(ExpertForward):
 class _LinearBackward(ExpertBackward):
     def __init__(self, w_EGD: Tensor, rows_RD: Tensor, grad_RG: Tensor, sizes: Sizes, wanted: Wanted) -> None:
         self._rows_RD, self._grad_RG, self._grad_rows_RD = rows_RD, grad_RG, wanted.grad_rows_RD
-        self._aligned, self._aligned_grad, self._aligned_w = align(rows_RD), align(grad_RG), align(w_EGD)
         self._w, self._sizes, self._starts = w_EGD.unbind(0), sizes, starts_of(sizes)
 
     def row_range(self, expert: int, rows: slice) -> None:
         if self._grad_rows_RD is not None:
-            grad = self._aligned_grad(self._grad_RG[rows])
-            expert_mm(grad, self._aligned_w(self._w[expert]), self._grad_rows_RD[rows])
+            expert_mm(aligned(self._grad_RG[rows]), aligned(self._w[expert]), self._grad_rows_RD[rows])
 
     def weights_of(self, expert: int, into: Sequence[Tensor | None]) -> None:
         (into_GD,) = into
@@ -366,8 +366,7 @@ class _LinearBackward(ExpertBackward):
             into_GD.zero_()
             return
         rows = slice(self._starts[expert], self._starts[expert + 1])
-        grad = self._aligned_grad(self._grad_RG[rows])
-        product_into(grad.t(), self._aligned(self._rows_RD[rows]), into_GD)
+        product_into(aligned(self._grad_RG[rows]).t(), aligned(self._rows_RD[rows]), into_GD)
 
     def all_rows(self, grads: Sequence[Tensor | None]) -> None:
         for expert, into in enumerate(zip(*by_expert(grads, len(self._sizes)), strict=True)):

@@ -7,7 +7,7 @@ padded, and what does not stand on a cache line is copied. Widths that are no mu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +20,14 @@ FEW = 4
 """Rows from which the kernels seen (MKL, oneDNN) give a row the same bits in every product."""
 
 
-def align(x: Tensor) -> Callable[[Tensor], Tensor]:
-    """What makes slices of ``x`` along its first dimension aligned. There may be hundreds, so they are asked once."""
-    every = x.data_ptr() % ALIGNMENT == 0 and x.stride(0) * x.element_size() % ALIGNMENT == 0
-    return _as_it_is if every else _aligned
+def is_aligned(x: Tensor) -> bool:
+    """Whether all slices of ``x`` along its first dimension are. There may be hundreds, so they are asked once."""
+    return x.data_ptr() % ALIGNMENT == 0 and x.stride(0) * x.element_size() % ALIGNMENT == 0
+
+
+def aligned(x: Tensor) -> Tensor:
+    """``x``, or a copy that is aligned."""
+    return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
 
 
 def each_expert(x_E: Tensor | None, num_experts: int) -> Sequence[Tensor | None]:
@@ -34,14 +38,14 @@ def each_expert(x_E: Tensor | None, num_experts: int) -> Sequence[Tensor | None]
 def expert_mm(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None = None) -> None:
     """out = a @ b + bias. ``a`` and ``b`` are aligned. On CPUs the same bits for a row of ``a`` for every M."""
     rows = a_MK.shape[0]
-    if a_MK.device.type == "cpu" and (a_MK.shape[1] % TILE or out_MN.shape[1] % TILE):
+    if a_MK.is_cpu and (a_MK.shape[1] % TILE or out_MN.shape[1] % TILE):
         row_invariant_mm(a_MK, b_KN, out_MN)
         if bias_N is not None:
             out_MN.add_(bias_N)
     elif rows < FEW:
-        padded = out_MN.new_empty(FEW, out_MN.shape[1])
-        _mm(F.pad(a_MK, (0, 0, 0, FEW - rows)), b_KN, padded, bias_N)
-        out_MN.copy_(padded[:rows])
+        padded = F.pad(a_MK, (0, 0, 0, FEW - rows))
+        few_FN = torch.mm(padded, b_KN) if bias_N is None else torch.addmm(bias_N, padded, b_KN)
+        out_MN.copy_(few_FN[:rows])
     else:
         product_into(a_MK, b_KN, out_MN, bias_N)
 
@@ -49,21 +53,9 @@ def expert_mm(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None 
 def product_into(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None = None) -> None:
     """out = a @ b + bias, where M is no number of rows: for gradients of weights."""
     into = out_MN if out_MN.data_ptr() % ALIGNMENT == 0 else torch.empty_like(out_MN)
-    _mm(a_MK, b_KN, into, bias_N)
+    if bias_N is None:
+        torch.mm(a_MK, b_KN, out=into)
+    else:
+        torch.addmm(bias_N, a_MK, b_KN, out=into)
     if into is not out_MN:
         out_MN.copy_(into)
-
-
-def _mm(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None) -> None:
-    if bias_N is None:
-        torch.mm(a_MK, b_KN, out=out_MN)
-    else:
-        torch.addmm(bias_N, a_MK, b_KN, out=out_MN)
-
-
-def _aligned(x: Tensor) -> Tensor:
-    return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x

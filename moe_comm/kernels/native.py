@@ -43,8 +43,7 @@ def _triton_is_installed() -> bool:
 
 def for_triton(*tensors: Tensor | None) -> bool:
     """Whether Triton kernels take all that are not None: plain tensors on a GPU, not while a compiler traces."""
-    return (
-        all(t is None or (t.device.type in TRITON_DEVICES and type(t) in (Tensor, nn.Parameter)) for t in tensors)
-        and not torch.compiler.is_compiling()
-        and _triton_is_installed()
-    )
+    for t in tensors:
+        if t is not None and (t.device.type not in TRITON_DEVICES or type(t) not in (Tensor, nn.Parameter)):
+            return False
+    return not torch.compiler.is_compiling() and _triton_is_installed()

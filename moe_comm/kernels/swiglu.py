@@ -9,7 +9,6 @@ beside them runs on every device and dtype. In all, a row's bits depend on that 
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,44 +16,27 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_comm.errors import InputError
-from moe_comm.kernels.native import for_triton
+from moe_comm.kernels.native import TRITON_DEVICES, core, for_triton
 from moe_comm.kernels.pointwise import sigmoid_values
 
 NATIVE_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
-@lru_cache(maxsize=1)
-def _native() -> Any:
-    """The native core, or None where it is not built; the reference then runs instead."""
-    try:
-        from moe_comm import _C
-    except ImportError:
-        return None
-    return _C
+def _takes(h_RG: Tensor, *others: Tensor) -> bool:
+    """Whether dtypes and strides fit the kernels."""
+    dtype = h_RG.dtype
+    if dtype not in NATIVE_DTYPES or h_RG.stride(1) != 1:
+        return False
+    for t in others:  # noqa: SIM110 - a generator would cost more than what it yields
+        if t.dtype != dtype or not t.is_contiguous():
+            return False
+    return True
 
 
-def _runs_native(*tensors: Tensor) -> bool:
-    first = tensors[0]
-    return (
-        first.device.type == "cpu"
-        and first.dtype in NATIVE_DTYPES
-        and all(t.dtype == first.dtype and t.stride(1) == 1 for t in tensors)
-        and _native() is not None
-    )
-
-
-def _runs_in_triton(*tensors: Tensor) -> bool:
-    dtype = tensors[0].dtype
-    return (
-        for_triton(*tensors) and dtype in NATIVE_DTYPES and all(t.dtype == dtype and t.stride(1) == 1 for t in tensors)
-    )
-
-
-def _check(h_RG: Tensor, *rows_RF: Tensor) -> None:
-    rows, width = h_RG.shape[0], h_RG.shape[1] // 2
-    if h_RG.shape[1] % 2 or any(tuple(t.shape) != (rows, width) for t in rows_RF):
-        given = ", ".join(str(tuple(t.shape)) for t in (h_RG, *rows_RF))
-        raise InputError(f"swiglu needs h [R, 2F] and rows [R, F]; got {given}")
+def _check(h_RG: Tensor, rows_RF: Tensor) -> None:
+    rows, width = rows_RF.shape
+    if h_RG.shape != (rows, 2 * width):
+        raise InputError(f"swiglu needs h [R, 2F] and rows [R, F]; got {tuple(h_RG.shape)}, {tuple(rows_RF.shape)}")
 
 
 def swiglu_forward(h_RG: Tensor, out_RF: Tensor) -> None:
@@ -65,22 +47,17 @@ def swiglu_forward(h_RG: Tensor, out_RF: Tensor) -> None:
         out_RF: [R, F] of the same dtype, contiguous.
     """
     _check(h_RG, out_RF)
-    if _runs_in_triton(h_RG, out_RF):
-        from moe_comm.kernels.triton import swiglu as on_gpu
+    if not _takes(h_RG, out_RF):
+        swiglu_forward_reference(h_RG, out_RF)
+    elif h_RG.device.type in TRITON_DEVICES and for_triton(h_RG, out_RF):
+        from moe_comm.kernels.triton import swiglu as on_gpu  # needs Triton
 
         on_gpu.swiglu_forward(h_RG, out_RF)
-        return
-    if _runs_native(h_RG, out_RF) and out_RF.is_contiguous():
-        _native().swiglu_forward(
-            h_RG.data_ptr(),
-            h_RG.stride(0),
-            out_RF.data_ptr(),
-            *out_RF.shape,
-            NATIVE_DTYPES[h_RG.dtype],
-            torch.get_num_threads(),
-        )
-        return
-    swiglu_forward_reference(h_RG, out_RF)
+    elif h_RG.is_cpu and (native := core()) is not None:
+        strides = h_RG.data_ptr(), h_RG.stride(0), out_RF.data_ptr()
+        native.swiglu_forward(*strides, *out_RF.shape, NATIVE_DTYPES[h_RG.dtype], torch.get_num_threads())
+    else:
+        swiglu_forward_reference(h_RG, out_RF)
 
 
 def swiglu_backward(h_RG: Tensor, grad_RF: Tensor, grad_h_RG: Tensor, act_RF: Tensor | None) -> None:
@@ -94,15 +71,18 @@ def swiglu_backward(h_RG: Tensor, grad_RF: Tensor, grad_h_RG: Tensor, act_RF: Te
         grad_h_RG: [R, 2F] contiguous; may be the same memory as ``h_RG``.
         act_RF: [R, F] contiguous.
     """
-    _check(h_RG, grad_RF, *(() if act_RF is None else (act_RF,)))
-    tensors = (h_RG, grad_RF, grad_h_RG) if act_RF is None else (h_RG, grad_RF, grad_h_RG, act_RF)
-    if _runs_in_triton(*tensors):
-        from moe_comm.kernels.triton import swiglu as on_gpu
+    _check(h_RG, grad_RF)
+    others = (grad_RF, grad_h_RG) if act_RF is None else (grad_RF, grad_h_RG, act_RF)
+    if act_RF is not None:
+        _check(h_RG, act_RF)
+    if not _takes(h_RG, *others):
+        swiglu_backward_reference(h_RG, grad_RF, grad_h_RG, act_RF)
+    elif h_RG.device.type in TRITON_DEVICES and for_triton(h_RG, *others):
+        from moe_comm.kernels.triton import swiglu as on_gpu  # needs Triton
 
         on_gpu.swiglu_backward(h_RG, grad_RF, grad_h_RG, act_RF)
-        return
-    if _runs_native(*tensors) and all(t.is_contiguous() for t in tensors[1:]):
-        _native().swiglu_backward(
+    elif h_RG.is_cpu and (native := core()) is not None:
+        native.swiglu_backward(
             h_RG.data_ptr(),
             h_RG.stride(0),
             grad_RF.data_ptr(),
@@ -112,8 +92,8 @@ def swiglu_backward(h_RG: Tensor, grad_RF: Tensor, grad_h_RG: Tensor, act_RF: Te
             NATIVE_DTYPES[h_RG.dtype],
             torch.get_num_threads(),
         )
-        return
-    swiglu_backward_reference(h_RG, grad_RF, grad_h_RG, act_RF)
+    else:
+        swiglu_backward_reference(h_RG, grad_RF, grad_h_RG, act_RF)
 
 
 def swiglu_forward_reference(h_RG: Tensor, out_RF: Tensor) -> None:

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from moe_comm.bench.overlap.case import Contest, Work, gradients, stepwise
 from moe_comm.dispatch.all_to_all import AllToAllDispatcher, Routes
 from moe_comm.dispatch.types import Layout
-from moe_comm.kernels.expert_mm import align, expert_mm, product_into
+from moe_comm.kernels.expert_mm import aligned, expert_mm, product_into
 from moe_comm.overlap.dispatch_matmul import dispatch_matmul
 from moe_comm.overlap.matmul_combine import matmul_combine
 from moe_comm.runtime.memory import warm_like, warm_rows
@@ -49,10 +49,9 @@ def balanced_ids(tokens: int, num_experts: int, top_k: int, generator: torch.Gen
 def products(rows_RD: Tensor, sizes: tuple[int, ...], b_EDG: Tensor) -> Tensor:
     """[R, G] = rows @ b[e], expert by expert."""
     out_RG = warm_rows(rows_RD.shape[0], b_EDG.shape[2], rows_RD.dtype, rows_RD.device)
-    aligned, aligned_b = align(rows_RD), align(b_EDG)
     for rows, out, b in zip(rows_RD.split(sizes), out_RG.split(sizes), b_EDG, strict=True):
         if rows.shape[0]:
-            expert_mm(aligned(rows), aligned_b(b), out)
+            expert_mm(aligned(rows), aligned(b), out)
     return out_RG
 
 
