@@ -131,8 +131,7 @@ def fake_ranks(world: int, rank: int) -> Iterator[None]:
     if world == 1:
         yield
         return
-    # Private to torch; its import registers the backend "fake", which one rank does without.
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # private to torch: only where it is needed
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:

@@ -17,6 +17,21 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
 
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from moe_comm.dispatch import make_dispatcher
+from moe_comm.layers.collectives import gather_dim, scatter_sum
+from moe_comm.layers.experts import Experts
+from moe_comm.layers.initialize import initialize
+from moe_comm.runtime.launch import available_cores, init_ranks
+from moe_comm.topology import FoldedMesh, ParallelConfig
+from moe_comm.train import config as configuration
+from moe_comm.train.loop.build import architecture_of, build_stages
+from moe_comm.train.parallel.compress import Wire
+from moe_comm.train.parallel.norm import squared_norm
+
 TIMEOUT_S = 300.0
 BUDGET_S = 0.06
 """Of one window of a measurement, from which a mean is taken."""
@@ -107,10 +122,6 @@ def measure(what: Sequence[str]) -> Found:
 
     what: of "products", "passes" and "moves", those that are wanted.
     """
-    import torch
-
-    from moe_comm.runtime.launch import available_cores, init_ranks
-
     torch.set_num_threads(1)
     with init_ranks("cpu", TIMEOUT_S) as here:
         torch.manual_seed(here.rank)
@@ -129,8 +140,6 @@ def measure(what: Sequence[str]) -> Found:
 
 
 def _barrier() -> None:
-    import torch.distributed as dist
-
     if dist.get_world_size() > 1:
         dist.barrier()
 
@@ -173,8 +182,6 @@ def _until_all(work: Callable[[], Any]) -> float:
 
 
 def _products(name: str) -> tuple[tuple[int, int, int, float], ...]:
-    import torch
-
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
     found = []
     for m, k, n in PRODUCTS if name == "fp32" else EMULATED:
@@ -185,9 +192,6 @@ def _products(name: str) -> tuple[tuple[int, int, int, float], ...]:
 
 
 def _attention(length: int) -> tuple[int, float, float]:
-    import torch
-    import torch.nn.functional as F
-
     q, k, v, grad = (torch.randn(1, HEADS, length, HEAD_DIM, requires_grad=True) for _ in range(4))
 
     def forward() -> torch.Tensor:
@@ -201,10 +205,6 @@ def _attention(length: int) -> tuple[int, float, float]:
 
 def _experts() -> float:
     """Seconds of experts with unequal numbers of rows, forward and backward."""
-    import torch
-
-    from moe_comm.layers.experts import Experts
-
     experts = Experts(len(EXPERT_ROWS), WIDTH, WIDTH)
     rows_RD = torch.randn(sum(EXPERT_ROWS), WIDTH, requires_grad=True)
     grad_RD = torch.randn(sum(EXPERT_ROWS), WIDTH)
@@ -214,10 +214,6 @@ def _experts() -> float:
 
 def _update() -> float:
     """Seconds of what follows backward for ``UPDATED`` elements: their norm, clipping by it, AdamW."""
-    import torch
-
-    from moe_comm.train.parallel.norm import squared_norm
-
     parts = [torch.nn.Parameter(torch.zeros(UPDATED // 4)) for _ in range(4)]
     for part in parts:
         part.grad = torch.ones_like(part)
@@ -233,12 +229,6 @@ def _update() -> float:
 
 
 def _passes() -> list[Passed]:
-    import torch
-
-    from moe_comm.layers.initialize import initialize
-    from moe_comm.train import config as configuration
-    from moe_comm.train.loop.build import architecture_of, build_stages
-
     found = []
     for place, sizes in enumerate(MODELS):
         given = [f"model.{key}={value}" for key, value in sizes.items()]
@@ -260,7 +250,6 @@ def _passes() -> list[Passed]:
 
 def _alone_mesh() -> Any:
     """The mesh of a rank that trains by itself."""
-    from moe_comm.topology import FoldedMesh, ParallelConfig
 
     class Alone(FoldedMesh):
         def __init__(self) -> None:
@@ -273,8 +262,6 @@ def _alone_mesh() -> Any:
 
 
 def _moves(rank: int, world: int) -> list[Moving]:
-    import torch.distributed as dist
-
     groups = [(world, dist.group.WORLD)]
     if world > 2:
         made: Any = None
@@ -293,22 +280,12 @@ def _moves(rank: int, world: int) -> list[Moving]:
 
 def _sums_of(size: int, group: Any, elements: int) -> Moving:
     """Gradients, as data-parallel ranks sum them."""
-    import torch
-
-    from moe_comm.train.parallel.compress import Wire
-
     parts = [torch.randn(elements // 4) for _ in range(4)]
     times = max(1, min(8, (1 << 20) // elements))
     return Moving("all_reduce", size, 4 * elements, _together(lambda: Wire().sum_all(parts, group), times))
 
 
 def _moves_of(size: int, group: Any, rows: int) -> list[Moving]:
-    import torch
-    import torch.distributed as dist
-
-    from moe_comm.dispatch import make_dispatcher
-    from moe_comm.layers.collectives import gather_dim, scatter_sum
-
     x_RD = torch.randn(rows, WIDTH)
     whole = x_RD.repeat(size, 1)
     times = max(1, min(8, 4096 // rows))

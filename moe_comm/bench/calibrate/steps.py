@@ -22,13 +22,22 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from moe_comm.bench.calibrate.fit import LEAST_S, nearest, shape_of
 from moe_comm.bench.calibrate.ranks import MODELS, TIMEOUT_S
 from moe_comm.plan.machine.hardware import Cluster
 from moe_comm.plan.model.load import Load
 from moe_comm.plan.model.mapping import Mapping, Place
 from moe_comm.plan.step.step import StepModel
+from moe_comm.runtime.launch import init_ranks
 from moe_comm.topology import FoldedMesh
+from moe_comm.train import config as configuration
+from moe_comm.train.loop.build import architecture_of, build
+from moe_comm.train.loop.trainer import StepBatch, Trainer
+from moe_comm.train.pipeline.batch import MicroBatch
+from moe_comm.train.ranks import Ranks
 
 SEQUENCES, LENGTH, MICRO_BATCHES = 1, 256, 2
 """Of a micro-batch: sequences and their tokens; and micro-batches of a step."""
@@ -93,10 +102,6 @@ def within_steps(cluster: Cluster, steps: Sequence[Stepped]) -> Cluster:
 
 def measure_steps() -> list[Stepped]:
     """One rank's part. Collective over all ranks of the default process group, which is made if there is none."""
-    import torch
-
-    from moe_comm.runtime.launch import init_ranks
-
     torch.set_num_threads(1)
     with init_ranks("cpu", TIMEOUT_S) as here, contextlib.ExitStack() as stack:
         return _taken([(*one, _trainer(*one, stack)) for one in runs(here.world)])
@@ -104,9 +109,6 @@ def measure_steps() -> list[Stepped]:
 
 def _taken(trained: Sequence[tuple[int, str, Any]]) -> list[Stepped]:
     """They take turns, a step each, so that what else the machine does hits all alike."""
-    import torch
-    import torch.distributed as dist
-
     world = dist.get_world_size() if dist.is_initialized() else 1
 
     def meet() -> None:
@@ -134,11 +136,6 @@ def _taken(trained: Sequence[tuple[int, str, Any]]) -> list[Stepped]:
 
 
 def _trainer(model: int, mapping: str, stack: contextlib.ExitStack) -> Any:
-    from moe_comm.train import config as configuration
-    from moe_comm.train.loop.build import architecture_of, build
-    from moe_comm.train.loop.trainer import Trainer
-    from moe_comm.train.ranks import Ranks
-
     ranks, sizes = Ranks.make(), MODELS[model]
     parallel = Mapping.parse(mapping, ranks.world).parallel
     given = [f"model.{key}={value}" for key, value in sizes.items()]
@@ -163,17 +160,10 @@ class _Feed:
     """Tokens by chance, the same for ranks that work on the same ones."""
 
     def __init__(self, vocab: int, mesh: FoldedMesh) -> None:
-        import torch
-
         self._vocab, self._dp = vocab, mesh.size("dp")
         self._chance = torch.Generator().manual_seed(mesh.place["dp"])
 
     def train(self, step: int) -> Any:
-        import torch
-
-        from moe_comm.train.loop.trainer import StepBatch
-        from moe_comm.train.pipeline.batch import MicroBatch
-
         shape = (MICRO_BATCHES, 2, SEQUENCES, LENGTH)
         every = torch.randint(0, self._vocab, shape, generator=self._chance)
         micro = [MicroBatch(ids_BS, targets_BS) for ids_BS, targets_BS in every]

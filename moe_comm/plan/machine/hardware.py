@@ -265,17 +265,5 @@ class Cluster:
         """Seconds of ``reduce_scatter``."""
         return self.reduce_scatter(num_bytes, group).seconds
 
-    def all_reduce_s(self, num_bytes: float, group: Span | Iterable[int]) -> float:
-        """Seconds of ``all_reduce``."""
-        return self.all_reduce(num_bytes, group).seconds
-
-    def all_to_all_s(self, num_bytes: float, group: Span | Iterable[int]) -> float:
-        """Seconds of ``all_to_all``."""
-        return self.all_to_all(num_bytes, group).seconds
-
-    def send_s(self, num_bytes: float, group: Span | Iterable[int]) -> float:
-        """Seconds of ``send``."""
-        return self.send(num_bytes, group).seconds
-
     def _span(self, group: Span | Iterable[int]) -> Span:
         return group if isinstance(group, Span) else self.span(group)

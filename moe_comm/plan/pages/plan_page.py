@@ -1,18 +1,14 @@
-"""A planned mapping as one file of HTML: its step, memory, bytes, and the mappings that it was chosen over.
-
-Made as a run's report is (``moe_comm.observe.report``): data, script and style in the file, nothing from the network.
-"""
+"""A planned mapping as one file of HTML: its step, memory, bytes, and the mappings that it was chosen over."""
 
 from __future__ import annotations
 
 import html
-import os
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from moe_comm.observe.report.page import USE, Panel, block, document, embedded, panel_section
+from moe_comm.observe.report.page import Panel, block, panel_section
+from moe_comm.plan.pages import html_page
 from moe_comm.plan.pages.page_data import SHOWN, data_of, label, table
 from moe_comm.plan.pages.timeline import Timeline
 from moe_comm.plan.search.question import Candidate, Question
@@ -38,11 +34,7 @@ def write_page(
         MissingDependency: plotly is not installed.
         OSError: the file cannot be written.
     """
-    page = render(question, candidate, timeline, candidates, simulated)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(path.name + ".partial")
-    fresh.write_text(page, encoding="utf-8")
-    os.replace(fresh, path)
+    html_page.write(render(question, candidate, timeline, candidates, simulated), path)
 
 
 def render(
@@ -62,17 +54,10 @@ def render(
     heading = f"{question.shape.name} on {cluster.gpus:,} x {cluster.accelerator.name}"
     about = (
         f"{label(candidate.mapping)}. {question.global_batch:,} sequences of {load.seq_len:,} tokens a step in "
-        f"{load.dtype}, hosts of {cluster.host_size}. A prediction. {USE}"
+        f"{load.dtype}, hosts of {cluster.host_size}. A prediction."
     )
-    return document(
-        _asset("page.html"),
-        {"page": _asset("plan_page.js")},
-        title=html.escape(f"{heading} – moe-comm plan"),  # noqa: RUF001
-        heading=html.escape(heading),
-        about=html.escape(about),
-        sections="\n".join(parts),
-        data=embedded(data),
-    )
+    title = f"{heading} – moe-comm plan"  # noqa: RUF001
+    return html_page.make("plan_page.js", title, heading, about, parts, data)
 
 
 def panels(data: dict[str, Any], timeline: Timeline) -> tuple[Panel, ...]:
@@ -117,7 +102,3 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
         '<div class="scroll" tabindex="0" role="region" aria-label="Candidates">'
         f'<table id="candidates"><thead><tr>{named}</tr></thead><tbody>{shown}</tbody></table></div>'
     )
-
-
-def _asset(name: str) -> str:
-    return resources.files("moe_comm.plan.pages").joinpath(name).read_text(encoding="utf-8")

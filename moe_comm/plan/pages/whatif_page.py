@@ -1,20 +1,15 @@
-"""What stragglers cost a run, as one file of HTML that needs no network: slowdown by worker, operation, place and step.
-
-Made as a run's report is (``moe_comm.observe.report``): data, script and style in the file, what comes from a run is
-text and never markup.
-"""
+"""What stragglers cost a run, as one file of HTML: slowdown by worker, operation, place and step."""
 
 from __future__ import annotations
 
 import html
 import math
-import os
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from moe_comm.observe.report.page import USE, Panel, block, document, embedded, panel_section
+from moe_comm.observe.report.page import Panel, block, panel_section
 from moe_comm.plan.arrays import Floats
+from moe_comm.plan.pages import html_page
 from moe_comm.plan.whatif.analysis import WhatIf
 from moe_comm.plan.whatif.text import Heat, rank_heat, stage_heat
 
@@ -25,11 +20,7 @@ def write_page(found: WhatIf, path: Path, title: str) -> None:
     Raises:
         MissingDependency: plotly is not installed. OSError: the file cannot be written.
     """
-    page = render(found, title)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(path.name + ".partial")
-    fresh.write_text(page, encoding="utf-8")
-    os.replace(fresh, path)
+    html_page.write(render(found, title), path)
 
 
 def render(found: WhatIf, title: str) -> str:
@@ -40,17 +31,10 @@ def render(found: WhatIf, title: str) -> str:
     steps = f"step {found.steps[0]}" if len(found.steps) == 1 else f"steps {found.steps[0]} to {found.steps[-1]}"
     about = (
         f"What stragglers cost in {steps}. S: the steps as they were over the same with each operation as long as "
-        f"those like it are on average, both without the gaps between operations. {USE}"
+        f"those like it are on average, both without the gaps between operations."
     )
-    return document(
-        _asset("page.html"),
-        {"page": _asset("whatif_page.js")},
-        title=html.escape(f"{title} – moe-comm whatif"),  # noqa: RUF001
-        heading=html.escape(f"What if: {title}"),
-        about=html.escape(about),
-        sections="\n".join(parts),
-        data=embedded(data),
-    )
+    named = f"{title} – moe-comm whatif"  # noqa: RUF001
+    return html_page.make("whatif_page.js", named, f"What if: {title}", about, parts, data)
 
 
 def page_data(found: WhatIf) -> dict[str, Any]:
@@ -129,7 +113,3 @@ def _heat(name: str, heat: Heat) -> dict[str, Any]:
 
 def _numbers(values: Floats) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in values.tolist()]
-
-
-def _asset(name: str) -> str:
-    return resources.files("moe_comm.plan.pages").joinpath(name).read_text(encoding="utf-8")

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from moe_comm.plan.model.mapping import Mapping
+from moe_comm.plan.search.explain import why_slower
 from moe_comm.plan.search.fit import Change, Fit
 from moe_comm.plan.search.question import Candidate, Question
 from moe_comm.plan.search.search import Found, changes
@@ -73,8 +74,6 @@ def answer(question: Question, candidate: Candidate, found: Found | None = None)
 
 def runners_up(best: Sequence[Candidate]) -> Iterator[tuple[Candidate, str | None]]:
     """Each with why it is slower than the first, which has None."""
-    from moe_comm.plan.search.explain import why_slower
-
     for place, one in enumerate(best):
         yield one, why_slower(best[0], one) if place else None
 

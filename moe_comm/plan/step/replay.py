@@ -181,31 +181,6 @@ def replay(tasks: Tasks | Plan, duration: Floats | None = None) -> Times:
     return Times(begin[plan.place], end[plan.place])
 
 
-def critical_path(tasks: Tasks | Plan, times: Times, lane: int = 0) -> Ints:
-    """Tasks, in order of time, that make the step as long as it is: each begins at the very end of the one before.
-
-    The first begins at 0 and the last ends last, so their durations add up to the span. Where a meeting waited for
-    somebody, the path goes on with what that one waited for. Of equals the first in the arrays is taken.
-
-    Args:
-        times: from a replay of ``tasks``.
-        lane: of durations [n, lanes], the one to look at.
-    """
-    plan = tasks if isinstance(tasks, Plan) else prepare(tasks)
-    end = times.end if times.end.ndim == 1 else times.end[:, lane]
-    if len(end) != len(plan.tasks):
-        raise ReplayError(f"times of {len(end)} tasks are not those of these {len(plan.tasks)}")
-    if not len(end):
-        return np.empty(0, dtype=np.int64)
-    path = [int(end.argmax())]
-    while True:
-        node = plan.node[plan.place[path[-1]]]
-        sources = plan.order[plan.source[plan.first_edge[node] : plan.first_edge[node + 1]]]
-        if not len(sources):
-            return np.array(path[::-1], dtype=np.int64)
-        path.append(int(sources[end[sources].argmax()]))
-
-
 # ---- the replay itself
 
 

@@ -18,35 +18,8 @@ import numpy as np
 
 from moe_comm.errors import ConfigError
 from moe_comm.plan.arrays import Floats, Ints
-from moe_comm.plan.pipeline.orders import PassKind, PassOrder, pass_order
-from moe_comm.plan.step.replay import Tasks, Times
-
-__all__ = [
-    "PassKind",
-    "PassOrder",
-    "PassSeconds",
-    "PipelineTasks",
-    "pass_order",
-    "peak_held",
-    "pipeline_tasks",
-]
-
-
-def peak_held(order: PassOrder, held: Floats, for_weight: Floats | None = None) -> Floats:
-    """The most that each rank holds at once of what forward passes leave for backward ones: float64 [pp].
-
-    Args:
-        held: [stages]; what a micro-batch's forward pass leaves, bytes say (ones: micro-batches in flight).
-        for_weight: [stages]; what of it is still there between the two halves of a split backward; None: all.
-    """
-    held = _per_stage("held", held, order.stages)
-    kept = held if for_weight is None else _per_stage("for_weight", for_weight, order.stages)
-    per_kind = np.stack([held, -held, kept - held, -kept])
-    now = np.cumsum(per_kind[order.kind, order.stage])
-    first = np.searchsorted(order.rank, np.arange(order.pp))
-    # Each rank ends with nothing held, so what others add up to before it is rounding at most.
-    found: Floats = np.maximum.reduceat(now, first) - np.concatenate([[0.0], now[first[1:] - 1]])
-    return found
+from moe_comm.plan.pipeline.orders import PassKind, PassOrder
+from moe_comm.plan.step.replay import Tasks
 
 
 @dataclass(frozen=True)
@@ -94,17 +67,6 @@ class PipelineTasks:
     tasks: Tasks
     source: Ints
     target: Ints
-
-    def idle(self, times: Times) -> Floats:
-        """The share of the step that each rank runs no pass (bubble and waiting for transfers): float64 [pp].
-
-        Args:
-            times: of one lane.
-        """
-        passes = slice(0, len(self.order))
-        busy = np.bincount(self.order.rank, times.end[passes] - times.begin[passes], minlength=self.order.pp)
-        span = float(times.span)
-        return 1.0 - busy / span if span else np.zeros(self.order.pp)
 
 
 def pipeline_tasks(
@@ -184,10 +146,3 @@ def _paired(order: PassOrder, takes: Floats, hidden: float) -> Floats:
         takes = takes.copy()
         takes[first + 1] -= hidden * np.minimum(takes[first], takes[first + 1])
     return takes
-
-
-def _per_stage(name: str, got: Floats, stages: int) -> Floats:
-    got = np.asarray(got, dtype=np.float64)
-    if got.shape != (stages,):
-        raise ConfigError(f"{name} must have one number a stage, [{stages}]; got shape {got.shape}")
-    return got

@@ -172,7 +172,9 @@ class _Builder:
         begun = begun_of(ranks)
         early = {call for call, when in begun.items() if any(early for _, early in when.values())}
         self._meet(ranks, first, early)
-        self._transfer(ranks, first, messages)
+        for receiver, sender in messages.items():
+            self._cross(ranks, first, sender, receiver)
+        self._take(ranks, first)
         self._settle(ranks, first, messages)
         self._await(ranks, first, {call: begun[call] for call in early})
         self._wait(ranks, first, early)
@@ -209,16 +211,24 @@ class _Builder:
             key = (name, span.layer, span.micro, piece.phase)
             like = (name, span.layer, piece.phase, stage, count[key])
             count[key] += 1
-            row = (self.names.setdefault(name, len(self.names)), step, span.micro, -1, rank)
-            moves = piece.waits
-            self.rows.append((*row, (piece.begin - zero) / 1e9, (piece.end - zero) / 1e9, moves, span.nbytes))
-            self.like.append(self._likes.setdefault(like, len(self._likes)))
-            self.stream.append(self._streams)
-            self.meeting.append(-1)
-            self.value.append(float("nan"))
-            self.phase.append(piece.phase)
+            begin, end = (piece.begin - zero) / 1e9, (piece.end - zero) / 1e9
+            self._add((name, step, span.micro, rank, begin, end, piece.waits, span.nbytes), like, piece.phase)
         self.routed += routed_rows(pieces)
         self._streams += 1
+
+    def _add(
+        self, row: tuple[str, int, int, int, float, float, bool, int], like: tuple[object, ...], phase: int
+    ) -> None:
+        """An operation on the stream that is being made. row: name, step, micro-batch, rank, begin, end, whether it
+        moves data, and bytes."""
+        name, step, micro, rank, begin, end, moves, nbytes = row
+        number = self.names.setdefault(name, len(self.names))
+        self.rows.append((number, step, micro, -1, rank, begin, end, moves, nbytes))
+        self.like.append(self._likes.setdefault(like, len(self._likes)))
+        self.stream.append(self._streams)
+        self.meeting.append(-1)
+        self.value.append(float("nan"))
+        self.phase.append(phase)
 
     def _meet(self, ranks: Sequence[list[Piece]], first: Sequence[int], early: Collection[Call]) -> None:
         calls: dict[Call, list[Place]] = defaultdict(list)
@@ -241,11 +251,6 @@ class _Builder:
                 self._release(ranks, first, (rank, place), before)
             self._meetings += 1
 
-    def _transfer(self, ranks: Sequence[list[Piece]], first: Sequence[int], messages: Mapping[Place, Place]) -> None:
-        for receiver, sender in messages.items():
-            self._cross(ranks, first, sender, receiver)
-        self._take(ranks, first)
-
     def _cross(
         self, ranks: Sequence[list[Piece]], first: Sequence[int], sender: tuple[int, int], receiver: tuple[int, int]
     ) -> None:
@@ -257,14 +262,9 @@ class _Builder:
             return
         way, row = len(self.rows), self.rows[source]
         name = f"transfer of {sent.span.name.removeprefix(SEND)}"
-        numbers = (self.names.setdefault(name, len(self.names)), row[1], row[2], row[3], row[4])
-        self.rows.append((*numbers, row[6], self.rows[target][6], True, 0))
-        self.like.append(self._likes.setdefault((name, sent.span.layer), len(self._likes)))
-        self.stream.append(self._streams)
+        moved = (name, row[1], row[2], row[4], row[6], self.rows[target][6], True, 0)
+        self._add(moved, (name, sent.span.layer), -1)
         self._streams += 1
-        self.meeting.append(-1)
-        self.value.append(float("nan"))
-        self.phase.append(-1)
         self.routed.append(UNKNOWN)
         self.value[target] = 0.0
         self.edges += [(source, way), (way, target)]

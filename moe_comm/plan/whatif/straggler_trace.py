@@ -99,7 +99,7 @@ def read_straggler_trace(path: Path) -> StragglerTrace:
 
 def _read(path: Path) -> tuple[dict[str, Any], Any]:
     try:
-        import pyarrow.parquet as parquet
+        import pyarrow.parquet as parquet  # of the optional extra "data"
     except ImportError as error:
         raise MissingDependency(f"{path} needs pyarrow; install with: pip install 'moe_comm[data]'") from error
     if not path.is_file():

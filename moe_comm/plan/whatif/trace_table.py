@@ -16,7 +16,6 @@ from moe_comm.plan.arrays import Bools, Floats, Ints
 
 MOST_OPERATIONS = 1 << 24
 """More than a trace is read of: about 2 GB of arrays."""
-NO_MICRO = -1
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,11 @@ from moe_comm.plan.model.routing import hosts_reached
 from moe_comm.plan.model.shape import ModelShape
 from moe_comm.plan.model.split_memory import gradients_between
 from moe_comm.plan.pipeline.in_flight import moments
+from moe_comm.plan.pipeline.orders import pass_order
 from moe_comm.plan.search.fit import Change, Fit, changes_that_fit, fits
-from moe_comm.plan.step.schedules import pass_order, peak_held
 from moe_comm.train.config import load
 from moe_comm.train.dry_run import DryRun, examine
+from tests.plan.pipelines import peak_held
 from tests.pool import RankPool
 
 GIB = 1 << 30

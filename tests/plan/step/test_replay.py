@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from moe_comm.errors import ConfigError
 from moe_comm.plan.step import replay as module
-from moe_comm.plan.step.replay import ReplayError, Tasks, critical_path, prepare, replay
+from moe_comm.plan.step.replay import ReplayError, Tasks, prepare, replay
 
 
 def make(
@@ -153,29 +153,14 @@ def test_longer_tasks_never_end_anything_sooner(tasks: Tasks, seed: int) -> None
     assert (after.begin >= before.begin).all() and (after.end >= before.end).all()
 
 
-@settings(max_examples=100, deadline=None)
-@given(graphs())
-def test_critical_path_is_a_chain_without_gaps_as_long_as_the_step(tasks: Tasks) -> None:
-    if reference(tasks) is None:
-        return
-    times = replay(tasks)
-    path = critical_path(tasks, times)
-    if not len(tasks):
-        assert not len(path)
-        return
-    assert times.begin[path[0]] == 0.0 and times.end[path[-1]] == times.span
-    assert (times.begin[path[1:]] == times.end[path[:-1]]).all()
-
-
 def test_meeting_begins_when_the_last_is_ready_and_each_takes_its_own_time() -> None:
     #          rank 0: compute 1, collective 2, compute 1; rank 1: compute 5, collective 3, compute 1
     tasks = make([1, 2, 1, 5, 3, 1], [0, 0, 0, 1, 1, 1], meeting=[-1, 7, -1, -1, 7, -1])
     times = replay(tasks)
     assert times.begin.tolist() == [0, 5, 7, 0, 5, 8]
     assert times.end.tolist() == [1, 7, 8, 5, 8, 9]
-    assert critical_path(tasks, times).tolist() == [3, 4, 5]
     faster = replay(tasks, np.array([1.0, 9, 1, 5, 3, 1]))
-    assert critical_path(tasks, faster).tolist() == [3, 1, 2]  # rank 0's, which waited for rank 1's compute
+    assert faster.end.tolist() == [1, 14, 15, 5, 8, 9]  # rank 0's waited for rank 1's compute
 
 
 def test_streams_run_in_order_of_appearance_and_no_stream_at_once() -> None:
@@ -183,12 +168,9 @@ def test_streams_run_in_order_of_appearance_and_no_stream_at_once() -> None:
     assert replay(tasks).begin.tolist() == [0, 0, 3, 0, 0]
 
 
-def test_critical_path_of_one_lane() -> None:
+def test_each_lane_is_as_long_as_its_own_longest_chain() -> None:
     tasks = make([[1, 9], [2, 2], [1, 1]], [0, 1, 2], [(0, 2), (1, 2)])
-    times = replay(tasks)
-    assert times.span.tolist() == [3, 10]
-    assert critical_path(tasks, times, 0).tolist() == [1, 2]
-    assert critical_path(tasks, times, 1).tolist() == [0, 2]
+    assert replay(tasks).span.tolist() == [3, 10]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -249,7 +231,6 @@ def test_nothing_to_replay_takes_no_time() -> None:
     tasks = make([], [])
     assert replay(tasks).span == 0.0
     assert replay(tasks, np.empty((0, 3))).span.tolist() == [0, 0, 0]
-    assert not len(critical_path(tasks, replay(tasks)))
 
 
 def test_arrays_that_do_not_fit_are_refused() -> None:
@@ -275,8 +256,6 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
     for wrong in (np.ones(3), np.ones((3, 2)), np.array([1.0, -1.0])):
         with pytest.raises(ReplayError):
             replay(plan, wrong)
-    with pytest.raises(ReplayError, match="are not those"):
-        critical_path(plan, replay(make([1], [0])))
 
 
 def test_small_integers_are_taken() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from moe_comm.plan.pipeline.orders import pass_order
 from moe_comm.plan.step.replay import Tasks, replay
-from moe_comm.plan.step.schedules import PassSeconds, pass_order, pipeline_tasks
+from moe_comm.plan.step.schedules import PassSeconds, pipeline_tasks
 from moe_comm.plan.step.shared_cores import shared_span
 
 
