@@ -23,7 +23,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -114,9 +114,8 @@ class MoELayer(ParallelModule):
         experts: this rank's, ``len(dispatcher.local_experts)`` of them, or that many parts.
         dispatcher: of experts, or of their parts (``ExpertPlacement.sliced``).
         label: the layer's name in error messages.
-        overlap: how dispatch and combine hide behind the experts' products and each other (``overlap.experts``); None:
-            one after the other. The numbers are the same. Nothing to hide, and no difference, through shared memory
-            or on one rank.
+        overlap: which executor runs dispatch, experts and combine (``overlap/executors``); "auto": serial or pipelined,
+            as a cost model predicts (``explain_overlap``); None: serial. The numbers are the same.
 
     Attributes:
         placement: which experts each expert-parallel rank holds, whole or in parts.
@@ -142,14 +141,15 @@ class MoELayer(ParallelModule):
         capacity: Capacity | None = None,
         zero_experts: ZeroExperts | None = None,
         label: str = "",
-        overlap: Overlap | None = None,
+        overlap: Overlap | Literal["auto"] | None = None,
     ) -> None:
         super().__init__()
         self.router, self.experts, self.shared = router, experts, shared
         self.dispatcher = dispatcher
         self.capacity = capacity
         self.zero_experts = zero_experts or ZeroExperts()
-        self.label, self.overlap = label, overlap
+        self.label, self.overlap = label, Overlap.of(overlap)
+        overlap = self.overlap
         self.running: RunningChoice | None = None
         if overlap is not None and overlap.chunks == "adaptive":
             self.running = RunningChoice(dispatcher.group)
@@ -198,7 +198,7 @@ class MoELayer(ParallelModule):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         label: str = "",
-        overlap: Overlap | None = None,
+        overlap: Overlap | Literal["auto"] | None = None,
     ) -> MoELayer:
         """A layer with fresh weights, the same for every number of ranks. Collective over ``group``.
 

@@ -43,6 +43,7 @@ from moe_comm.overlap.tuning import choose
 DEFAULT_CHUNKS = 4
 Chosen = Literal["auto", "adaptive"]
 Backend = Literal["auto", "chunked", "triton"]
+ExecutorName = Literal["auto", "serial", "pipelined", "device"]
 Seen = Callable[["Arrival"], None] | None
 _ALLOWED: dict[str, tuple[str, ...]] = {"auto": BACKENDS, "chunked": (CHUNKED,), "triton": (TRITON,)}
 
@@ -64,10 +65,16 @@ class Overlap:
         programs. "auto": linear layers of CPU ranks that share memory read in place, all else is chunked; and with
         chunks "auto", a kernel where ``moe-comm tune`` measured on these GPUs that it is faster: there the bits, which
         on GPUs nothing promises for every number of ranks, depend on what was measured. "chunked" keeps them.
+    executor: of a whole expert layer. "serial": dispatch, experts and combine one after the other. "pipelined": experts
+        compute rows as they arrive, over ``all_to_all`` in chunks and over ``shared_memory`` peer by peer. "device":
+        Triton's kernels, for experts without biases. "auto": "device" with backend "triton", else pipelined where the
+        dispatcher can and there are enough rows for more than one chunk. A dispatcher that cannot run an executor that
+        is named is a ConfigError on every rank, in the layer's first call.
     programs: of a Triton kernel, those that communicate; None: with chunks "auto" as tuned, else as it takes by itself.
 
     Raises:
-        ConfigError: chunks is neither a whole number of at least 1 nor "auto" or "adaptive", or backend is not known.
+        ConfigError: chunks is neither a whole number of at least 1 nor "auto" or "adaptive", or backend or executor is
+            not known.
     """
 
     chunks: int | Chosen = DEFAULT_CHUNKS
@@ -75,6 +82,7 @@ class Overlap:
     deterministic: bool = True
     backend: Backend = "auto"
     programs: int | None = None
+    executor: ExecutorName = "auto"
 
     def __post_init__(self) -> None:
         if self.chunks not in get_args(Chosen):
@@ -84,6 +92,22 @@ class Overlap:
             at_least_one("programs", self.programs)
         if self.backend not in get_args(Backend):
             raise ConfigError(f"unknown backend {self.backend!r}; known: {', '.join(get_args(Backend))}")
+
+        if self.executor not in get_args(ExecutorName):
+            raise ConfigError(f"unknown executor {self.executor!r}; known: {', '.join(get_args(ExecutorName))}")
+
+    @classmethod
+    def of(cls, overlap: Overlap | Literal["auto"] | None) -> Overlap | None:
+        """What a layer is given: "auto" is ``Overlap("auto")``.
+
+        Raises:
+            ConfigError: another name.
+        """
+        if isinstance(overlap, str):
+            if overlap != "auto":
+                raise ConfigError(f'overlap must be an Overlap, "auto" or None; got {overlap!r}')
+            return cls("auto")
+        return overlap
 
     @property
     def backends(self) -> tuple[str, ...]:

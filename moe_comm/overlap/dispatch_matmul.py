@@ -22,10 +22,10 @@ from moe_comm.kernels.expert_mlp import ExpertLinear
 from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.executors.checks import weights_fault
 from moe_comm.overlap.executors.chunked_rows import ChunkedDispatch
+from moe_comm.overlap.executors.device import fused_choice, fused_dispatch, fused_fault
 from moe_comm.overlap.executors.grouped import grouped
 from moe_comm.overlap.executors.pipelined import pipelined_dispatch
 from moe_comm.overlap.executors.shared_rows import SharedDispatch
-from moe_comm.overlap.fused_experts import fused_choice, fused_dispatch, fused_fault
 from moe_comm.overlap.store import TRITON
 
 

@@ -20,10 +20,10 @@ from moe_comm.dispatch.types import Layout
 from moe_comm.kernels.expert_mlp import ExpertLinear
 from moe_comm.overlap.executors.checks import combine_fault
 from moe_comm.overlap.executors.chunked_rows import ChunkedDispatch
+from moe_comm.overlap.executors.device import fused_combine
 from moe_comm.overlap.executors.grouped import grouped
 from moe_comm.overlap.executors.pipelined import pipelined_combine
 from moe_comm.overlap.executors.shared_rows import SharedDispatch
-from moe_comm.overlap.fused_experts import fused_combine
 
 
 def matmul_combine(

@@ -132,8 +132,8 @@ class MatmulCombine(_OfExperts):
         dispatcher, overlap, width = self.dispatcher, self.bench.overlap, self.bench.width
         # Where rows go, in as many chunks as pay beside products of this width.
         none_EGD = torch.zeros(self.experts, self.other, width)
-        _, passage = dispatch_matmul(dispatcher, torch.zeros(self.rows, width), self.ids_TK, none_EGD, overlap)
-        layout, sizes = passage.layout, passage.layout.rows_per_expert
+        _, dispatch = dispatch_matmul(dispatcher, torch.zeros(self.rows, width), self.ids_TK, none_EGD, overlap)
+        layout, sizes = dispatch.layout, dispatch.layout.rows_per_expert
         self.wire = self.moving(layout, outward=self.direction == "backward")
         rows = self.draw(layout.num_rows, self.other).requires_grad_()
         w = self.draw(self.experts, width, self.other).requires_grad_()
@@ -144,10 +144,10 @@ class MatmulCombine(_OfExperts):
             self.compute = lambda: products(rowsd, sizes, wd.transpose(1, 2))
             self.comm = lambda: dispatcher.combine(whole, weightsd, layout)
             self.serial = lambda: dispatcher.combine(products(rowsd, sizes, wd.transpose(1, 2)), weightsd, layout)
-            self.overlapped = lambda: matmul_combine(rowsd, wd, weightsd, passage)
+            self.overlapped = lambda: matmul_combine(rowsd, wd, weightsd, dispatch)
             return
         grad = self.draw(self.rows, width)
-        y = matmul_combine(rows, w, weights, passage)
+        y = matmul_combine(rows, w, weights, dispatch)
         results = products(rowsd, sizes, wd.transpose(1, 2)).requires_grad_()
         combined = dispatcher.combine(results, weights, layout)
 

@@ -29,7 +29,8 @@ from moe_comm.dispatch import payload, plain
 from moe_comm.dispatch.all_to_all import AllToAllDispatcher
 from moe_comm.kernels import expert_mm, row_invariant, wide
 from moe_comm.kernels.activations import Activation, SwiGLU
-from moe_comm.overlap import chunked, passage
+from moe_comm.overlap import chunked
+from moe_comm.overlap.executors import chunked_rows
 
 PRODUCT, ROWS, WAIT, TRANSFER = "product", "rows", "wait", "transfer"
 KINDS = (PRODUCT, ROWS, WAIT, TRANSFER)
@@ -221,8 +222,8 @@ _METHODS: Sequence[tuple[str, type, str, Callable[..., str]]] = (
     (PRODUCT, SwiGLU, "backward", _named("activation backward")),
     (ROWS, AllToAllDispatcher, "_rows_out", _named("rows out")),
     (ROWS, AllToAllDispatcher, "_rows_back", _named("rows back")),
-    (ROWS, passage.Outward, "__init__", _named("rows leave")),
-    (ROWS, passage.Outward, "land", lambda self, chunk: f"chunk {chunk} lands"),
-    (ROWS, passage.Homeward, "start", lambda self, chunk: f"chunk {chunk} leaves"),
-    (ROWS, passage.Homeward, "summed", _named("sums")),
+    (ROWS, chunked_rows.ChunkedSend, "__init__", _named("rows leave")),
+    (ROWS, chunked_rows.ChunkedSend, "land", lambda self, chunk: f"chunk {chunk} lands"),
+    (ROWS, chunked_rows.ChunkedReturn, "computed", lambda self, part: f"chunk {part} leaves"),
+    (ROWS, chunked_rows.ChunkedReturn, "result", _named("sums")),
 )

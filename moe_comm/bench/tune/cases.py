@@ -151,8 +151,8 @@ class MatmulCombine(_OfExperts):
     def prepare(self, overlap: Overlap) -> Callable[[], Tensor]:
         rows, w, weights = self.leaves
         none_EGD = self._sent_TD.new_zeros(EXPERTS, 1, self.sent)
-        _, passage = dispatch_matmul(self.ground.dispatcher, self._sent_TD, self.ids_TK, none_EGD, overlap)
-        return lambda: matmul_combine(rows, w, weights, passage)
+        _, dispatch = dispatch_matmul(self.ground.dispatcher, self._sent_TD, self.ids_TK, none_EGD, overlap)
+        return lambda: matmul_combine(rows, w, weights, dispatch)
 
 
 CASES: dict[str, type[Case]] = {

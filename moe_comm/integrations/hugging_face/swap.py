@@ -17,7 +17,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -140,7 +140,7 @@ def swap_moe(
     *,
     backend: str = "auto",
     options: DispatchOptions | None = None,
-    overlap: Overlap | None = None,
+    overlap: Overlap | Literal["auto"] | None = None,
 ) -> Any:
     """Make the MoE blocks of a loaded transformers model expert-parallel over ``ep_group``. Collective.
 
@@ -163,8 +163,8 @@ def swap_moe(
         ep_group: ranks to spread the experts over; None keeps all of them on this rank.
         backend: how rows move, see ``moe_comm.make_dispatcher``. All blocks share one dispatcher.
         options: timeouts and checks.
-        overlap: hide dispatch and combine behind the experts' products (``moe_comm.overlap``), where rows go over
-            torch.distributed, as between hosts; same numbers. None: one after the other.
+        overlap: which executor runs dispatch, experts and combine, see ``MoELayer``; same numbers. None: one after the
+            other.
 
     Returns:
         ``model``.
@@ -173,6 +173,7 @@ def swap_moe(
         UnsupportedModel: no MoE block, one of unknown kind, or already distributed by something else; nothing changed.
         ConfigError: already swapped, or unknown backend.
     """
+    overlap = Overlap.of(overlap)
     already = swapped_experts(model)
     if already:
         name, first = next(iter(already.items()))

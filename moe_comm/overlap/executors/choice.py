@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from moe_comm.dispatch.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.shared_memory import SharedMemoryDispatcher
-from moe_comm.errors import InputError
+from moe_comm.errors import ConfigError, InputError
 from moe_comm.overlap.chunked import Overlap
+from moe_comm.overlap.cost import CHUNKS, DIRECTIONS, MARGIN, Work, predict
 from moe_comm.overlap.executors.base import ExpertCall
 from moe_comm.overlap.executors.chunked_rows import ChunkedDispatch, sends_chunks
+from moe_comm.overlap.executors.device import DeviceCall, device_fault
 from moe_comm.overlap.executors.pipelined import PipelinedCall
 from moe_comm.overlap.executors.serial import SerialCall
 from moe_comm.overlap.executors.shared_rows import SharedDispatch, can_pipeline
+from moe_comm.overlap.store import CHUNKED, TRITON
+from moe_comm.overlap.tuning import choose, rates_of
 
 FIRST_PRODUCTS = 2
 """Products of width F that an expert has for a row before the last one: gate and up."""
@@ -34,44 +40,107 @@ def dispatch_rows(
 
     Args:
         x_TD, ids_TK, label: as ``Dispatcher.dispatch`` takes them. weights_TK: [T, K] routing weights.
-        overlap: pipelined, if the dispatcher can and there are enough rows; None: one step after the other. No result
-            and no gradient depends on it.
+        overlap: which executor, and in how many chunks; None: serial. No result and no gradient depends on it, but for
+            the device executor, whose kernels have their own bits.
         width: F of the experts, from which "auto" learns how much there is to hide behind; the same on every rank.
 
     Raises:
+        ConfigError: the executor is named, and cannot run over this dispatcher. With MissingDependency: Triton.
         InputError, RoutingError, RankMismatch: on every rank, before rows move.
         PeerDied, PeerTimeout: a rank failed, or did not call in time.
     """
-    if overlap is not None and isinstance(dispatcher, AllToAllDispatcher) and sends_chunks(dispatcher):
-        return _in_chunks(dispatcher, x_TD, ids_TK, weights_TK, overlap, width, label)
-    if overlap is not None and isinstance(dispatcher, SharedMemoryDispatcher) and can_pipeline(dispatcher):
+    if overlap is None or overlap.executor == "serial":
+        return SerialCall(dispatcher, dispatcher.dispatch(x_TD, ids_TK, label=label), weights_TK)
+    device = overlap.executor == "device" or (overlap.executor == "auto" and overlap.backend == TRITON)
+    named = overlap.executor == "pipelined"
+    if device or named:
+        fault = device_fault(dispatcher, x_TD) if device else pipelined_fault(dispatcher)
+        if fault is not None:
+            dispatcher.refuse(fault, x_TD, label=label)
+    if isinstance(dispatcher, AllToAllDispatcher) and (device or sends_chunks(dispatcher)):
+        _check_weights(dispatcher, x_TD, ids_TK, weights_TK, label)
+        weights_grad = torch.is_grad_enabled() and weights_TK.requires_grad
+        dispatch = ChunkedDispatch.open(
+            dispatcher,
+            x_TD,
+            ids_TK,
+            replace(overlap, backend="triton" if device else "chunked"),
+            width=FIRST_PRODUCTS * width,
+            width_back=width,
+            weights_grad=weights_grad,
+            label=label,
+        )
+        if device:
+            return DeviceCall(dispatch, x_TD, ids_TK, weights_TK)
+        if dispatch.small and not named:
+            return SerialCall(dispatcher, dispatch.dispatch_at_once(x_TD), weights_TK)
+        return PipelinedCall(dispatch, dispatch.send, x_TD, weights_TK)
+    if isinstance(dispatcher, SharedMemoryDispatcher) and can_pipeline(dispatcher):
+        if overlap.chunks == "auto" and not named:
+            return SerialCall(dispatcher, dispatcher.dispatch(x_TD, ids_TK, label=label), weights_TK)
         _check_weights(dispatcher, x_TD, ids_TK, weights_TK, label)
         shared, send = SharedDispatch.open(dispatcher, x_TD, ids_TK, overlap, label=label)
-        if shared.chunks == 1:
+        if shared.chunks == 1 and not named:
             return SerialCall(dispatcher, shared.dispatch_at_once(send, x_TD), weights_TK)
         return PipelinedCall(shared, lambda _: send, x_TD, weights_TK)
     return SerialCall(dispatcher, dispatcher.dispatch(x_TD, ids_TK, label=label), weights_TK)
 
 
-def _in_chunks(
-    dispatcher: AllToAllDispatcher,
-    x_TD: Tensor,
-    ids_TK: Tensor,
-    weights_TK: Tensor,
-    overlap: Overlap,
-    width: int,
-    label: str,
-) -> ExpertCall:
-    overlap.check_fused("a whole expert layer")
-    _check_weights(dispatcher, x_TD, ids_TK, weights_TK, label)
-    weights_grad = torch.is_grad_enabled() and weights_TK.requires_grad
-    first = FIRST_PRODUCTS * width
-    dispatch = ChunkedDispatch.open(
-        dispatcher, x_TD, ids_TK, overlap, width=first, width_back=width, weights_grad=weights_grad, label=label
+def pipelined_fault(dispatcher: Dispatcher) -> ConfigError | None:
+    """Why the pipelined executor cannot run over ``dispatcher``."""
+    if isinstance(dispatcher, AllToAllDispatcher) and sends_chunks(dispatcher):
+        return None
+    if isinstance(dispatcher, SharedMemoryDispatcher) and can_pipeline(dispatcher):
+        return None
+    return ConfigError(
+        "the pipelined executor runs over the dispatchers all_to_all and shared_memory, with payloads that carry "
+        f"their own scales; this is {dispatcher.name} with {dispatcher.options.payloads}. Use executor='auto' to run "
+        "serially where it cannot"
     )
-    if dispatch.small:
-        return SerialCall(dispatcher, dispatch.dispatch_at_once(x_TD), weights_TK)
-    return PipelinedCall(dispatch, dispatch.send, x_TD, weights_TK)
+
+
+def explain_overlap(
+    dispatcher: Dispatcher,
+    *,
+    tokens: int,
+    top_k: int,
+    hidden: int,
+    ffn: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> str:
+    """Which executor ``overlap="auto"`` takes for a layer, and why. Collective over the dispatcher's group.
+
+    Args:
+        tokens: of each rank. top_k: experts of each token. hidden, ffn: D and F, in ``dtype``.
+
+    Returns:
+        Lines of text: predicted milliseconds of all four passes in each number of chunks, and the choice.
+    """
+    if (fault := pipelined_fault(dispatcher)) is not None:
+        return f"serial: {fault}"
+    if not isinstance(dispatcher, AllToAllDispatcher):
+        return (
+            "serial: ranks that share memory move rows by the cores that compute, so there is no transfer to hide; "
+            "Overlap() computes each peer's rows as they are complete, which helps where ranks are not equally fast"
+        )
+    device, world, groups = torch.device(device), dispatcher.world, -(-dispatcher.num_experts // dispatcher.world)
+    works = tuple(
+        Work(operator, direction, tokens * top_k, hidden, width, dtype, world, groups)
+        for operator, width in (("dispatch_matmul", FIRST_PRODUCTS * ffn), ("matmul_combine", ffn))
+        for direction in DIRECTIONS
+    )
+    choice, rates = choose(works, dispatcher.channel, device, (CHUNKED,)), rates_of(dispatcher.channel, dtype, device)
+    lines = [
+        f"rates: {rates.latency_s * 1e6:.0f} us an exchange, {rates.bytes_per_s / 1e9:.2f} GB/s, "
+        f"{rates.hides:.0%} of a transfer hides"
+    ]
+    for chunks in CHUNKS:
+        total = sum(predict(work.bucket().load(), rates, chunks) for work in works)
+        lines.append(f"{'serial' if chunks == 1 else f'pipelined in {chunks} chunks'}: {total * 1e3:.3f} ms predicted")
+    name = "serial" if choice.chunks == 1 else f"pipelined in {choice.chunks} chunks"
+    lines.append(f"choice: {name}; more than one chunk must save {MARGIN:.0%}, predicted or measured by moe-comm tune")
+    return "\n".join(lines)
 
 
 def _check_weights(dispatcher: Dispatcher, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, label: str) -> None:

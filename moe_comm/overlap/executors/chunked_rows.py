@@ -115,7 +115,7 @@ class ChunkedDispatch(RowDispatch):
             if width_back is not None:
                 works = (*dispatch.works("dispatch_matmul", width), *dispatch.works("matmul_combine", width_back))
             chunks = choose(works[0] if len(works) == 1 else works, dispatcher.channel, x_TD.device, (CHUNKED,)).chunks
-            dispatch = replace(dispatch, chunks=chunks, small=chunks == 1 and worth < overlap.chunk_bytes)
+            dispatch = replace(dispatch, chunks=chunks, small=chunks == 1)
         return dispatch
 
     def works(self, operator: str, width: int) -> tuple[Work, ...]:

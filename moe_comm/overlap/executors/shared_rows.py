@@ -176,7 +176,7 @@ class SharedSend(RowSend):
                     _open(arriving).next([peer for peer in left if peer not in ready])
             return ()
         self._left = [peer for peer in left if peer not in ready]
-        if not self._left:
+        if not self._left and self.on_complete is not None:
             self.close()
         return ready
 

@@ -69,6 +69,11 @@ def _dispatch_options(config: TrainConfig) -> DispatchOptions:
     )
 
 
+def _overlap(config: TrainConfig) -> Overlap | None:
+    chunks = config.parallel.overlap_chunks
+    return Overlap(chunks, executor=config.parallel.executor) if chunks else None
+
+
 def build_stages(
     config: TrainConfig, architecture: TransformerConfig, mesh: FoldedMesh, device: str | None = None
 ) -> list[Transformer]:
@@ -88,7 +93,7 @@ def build_stages(
                 has_head=plan.is_last(stage),
                 context=config.parallel.context,
                 recompute=config.model.recompute,
-                overlap=Overlap(config.parallel.overlap_chunks) if config.parallel.overlap_chunks else None,
+                overlap=_overlap(config),
                 backend=config.parallel.backend,
                 options=_dispatch_options(config),
                 dtype=torch.float32,

@@ -14,12 +14,13 @@ from moe_comm.comm.communicator import CollectiveOptions
 from moe_comm.comm.meeting import configure_collectives
 from moe_comm.dispatch.all_to_all import AllToAllDispatcher
 from moe_comm.errors import ConfigError, MissingDependency
-from moe_comm.overlap import chunked, fused_experts
+from moe_comm.overlap import chunked
 from moe_comm.overlap import dispatch_matmul as dispatching
 from moe_comm.overlap import gather_matmul as gathering
 from moe_comm.overlap import matmul_combine as combining
 from moe_comm.overlap import matmul_scatter as scattering
 from moe_comm.overlap.chunked import Overlap
+from moe_comm.overlap.executors import device
 from moe_comm.overlap.executors.choice import dispatch_rows
 from moe_comm.overlap.store import TRITON, Choice
 from moe_comm.overlap.ulysses import matmul_swap
@@ -153,8 +154,8 @@ def _stored_experts(rank: int, world: int, arg: None) -> None:
             asked.append(([work.operator for work in works], backends))
             return Choice(TRITON, programs=3 if works[0].operator == "dispatch_matmul" else 2)
 
-        patch.setattr(fused_experts, "choose", chosen)
-        patch.setattr(fused_experts, "on_gpus", lambda device: True)
+        patch.setattr(device, "choose", chosen)
+        patch.setattr(device, "on_gpus", lambda device: True)
         patch.setattr("moe_comm.overlap.executors.chunked_rows.choose", lambda *args: Choice())
         assert all(map(torch.equal, _experts(rank, Overlap("auto")), plain))
     assert asked == [
@@ -185,7 +186,7 @@ def _refused(rank: int, world: int, arg: None) -> None:
             dispatching.dispatch_matmul(dispatcher, x, ids, torch.ones(1, N, D), FUSED)
         with pytest.raises(ConfigError, match=r"no Triton kernel for matmul_swap.*backend='auto'"):
             matmul_swap(x, torch.ones(2 * world, D), group, FUSED)
-        with pytest.raises(ConfigError, match="no Triton kernel for a whole expert layer"):
+        with pytest.raises((ConfigError, MissingDependency), match=r"TRITON_INTERPRET=1|pip install"):
             dispatch_rows(dispatcher, x, ids, torch.ones(3, 1), FUSED)
         y = dispatching.dispatch_matmul(dispatcher, x, ids, torch.ones(1, N, D), Overlap(2, 1))[0]
         assert bool((y == D).all())  # the next call works

@@ -1,4 +1,9 @@
-"""When the operators for experts are Triton kernels (``triton/experts.py``): asked for, or measured to be faster.
+"""The device executor: Triton kernels that move the rows and multiply them (``triton/experts.py``).
+
+``dispatch_matmul`` and ``matmul_combine`` run as kernels where that is asked for, or was measured to be faster. A whole
+layer is the two with the activation between them:
+
+    x_TD ──dispatch_matmul, w13──▶ h_RG ──activation──▶ act_RF ──matmul_combine, w2──▶ y_TD
 
 One dispatch and its combine go the same way in all four passes, for the rows of one lie where the other finds them. So
 "auto" compares the sum of what was measured of ``dispatch_matmul`` forward and backward.
@@ -6,15 +11,21 @@ One dispatch and its combine go the same way in all four passes, for the rows of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from moe_comm.dispatch.all_to_all import AllToAllDispatcher
-from moe_comm.dispatch.base import Dispatcher
-from moe_comm.errors import MissingDependency, MoeCommError
+from moe_comm.dispatch.base import Dispatcher, Layout
+from moe_comm.errors import ConfigError, MissingDependency, MoeCommError
+from moe_comm.kernels.activations import SwiGLU
+from moe_comm.kernels.expert_mlp import ExpertMLP
+from moe_comm.kernels.swiglu import swiglu
 from moe_comm.overlap.chunked import Overlap
+from moe_comm.overlap.executors.base import ExpertCall
 from moe_comm.overlap.executors.chunked_rows import ChunkedDispatch
 from moe_comm.overlap.store import CHUNKED, TRITON, Choice
 from moe_comm.overlap.tuning import choose, on_gpus
@@ -69,3 +80,51 @@ def fused_combine(dispatch: ChunkedDispatch, rows_RF: Tensor, w_EDF: Tensor, wei
     choice = fused_choice(dispatch, "matmul_combine", rows_RF.shape[1])
     programs = choice.programs or None if choice is not None else None
     return matmul_combine(rows_RF, w_EDF, weights_TK, dispatch.fused.with_programs(programs))
+
+
+def device_fault(dispatcher: Dispatcher, x_TD: Tensor) -> MoeCommError | None:
+    """Why a whole layer cannot run by the kernels."""
+    if type(dispatcher) is not AllToAllDispatcher:
+        return ConfigError(f"the device executor needs the dispatcher all_to_all; this is {dispatcher.name}")
+    return _fault(dispatcher, x_TD.dtype, x_TD.device)
+
+
+class DeviceCall(ExpertCall):
+    """One call of a whole layer of experts without biases. ``rows`` is [T, D] the tokens: the kernels dispatch them."""
+
+    def __init__(self, dispatch: ChunkedDispatch, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
+        from moe_comm.overlap.triton.experts import opened  # needs Triton
+
+        programs = dispatch.overlap.programs
+        self._dispatch, self._weights_TK, self.rows = dispatch, weights_TK, x_TD
+        self._passage = opened(dispatch.dispatcher, dispatch.layout, ids_TK, programs)
+        self._w2_EDF: Tensor | None = None
+
+    @property
+    def layout(self) -> Layout:
+        return self._dispatch.layout
+
+    def compute(self, rows: Tensor, rows_per_expert: Sequence[int], mlp: ExpertMLP) -> Tensor:
+        """[R, F] the activations; ``combine`` multiplies them by the last weights.
+
+        Raises:
+            ConfigError: the experts have biases.
+        """
+        from moe_comm.overlap.triton.experts import dispatched  # needs Triton
+
+        w13_EGD, self._w2_EDF, b13_EG, b2_ED = mlp.tensors
+        assert w13_EGD is not None
+        if b13_EG is not None or b2_ED is not None:
+            raise ConfigError("the device executor runs experts without biases; use Overlap(executor='pipelined')")
+        mlp.check_weights(rows)
+        h_RG = dispatched(self._passage, rows, w13_EGD)
+        return swiglu(h_RG) if isinstance(mlp.activation, SwiGLU) else mlp.activation.fn(h_RG)
+
+    def combine(self, rows: Tensor) -> Tensor:
+        from moe_comm.overlap.triton.experts import matmul_combine  # needs Triton
+
+        assert self._w2_EDF is not None
+        return matmul_combine(rows, self._w2_EDF, self._weights_TK, self._passage)
+
+    def abort_on_error(self) -> AbstractContextManager[None]:
+        return self._dispatch.dispatcher.abort_on_error(self.layout.label)

@@ -1,0 +1,218 @@
+"""The executors of a whole layer: which one runs, and that none changes a bit."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from moe_comm.dispatch import DispatchOptions
+from moe_comm.dispatch.all_gather import AllGatherDispatcher
+from moe_comm.dispatch.all_to_all import AllToAllDispatcher
+from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.payload import Payloads
+from moe_comm.dispatch.shared_memory import SharedMemoryDispatcher
+from moe_comm.errors import ConfigError, PeerRaised
+from moe_comm.kernels.activations import activation_of
+from moe_comm.kernels.expert_mlp import ExpertMLP
+from moe_comm.layers.moe import MoELayer
+from moe_comm.layers.moe_config import MoEConfig
+from moe_comm.layers.router import RouterConfig
+from moe_comm.overlap.chunked import Overlap
+from moe_comm.overlap.executors.base import ExpertCall
+from moe_comm.overlap.executors.choice import dispatch_rows, explain_overlap
+from moe_comm.overlap.executors.pipelined import PipelinedCall
+from moe_comm.overlap.executors.serial import SerialCall
+from moe_comm.topology import ExpertPlacement
+from tests.layers.reference import draw
+from tests.overlap.test_experts import ROUTINGS, D, F, _gradients, _leaves, _routing, _same
+from tests.pool import RankPool
+
+pytest.importorskip("moe_comm._C", reason="the native core is not built")
+NAMES = ("w13", "w2", "b13", "b2")
+
+
+def _shared(rank: int, world: int, experts: int, **options: Any) -> SharedMemoryDispatcher:
+    group = dist.group.WORLD
+    assert group is not None
+    placement = ExpertPlacement.of(experts, world)
+    return SharedMemoryDispatcher(placement, group, rank, DispatchOptions(timeout_s=20, **options))
+
+
+def _run(
+    dispatcher: Dispatcher,
+    ids: Tensor,
+    overlap: Overlap | None,
+    x: Tensor,
+    weights: Tensor,
+    recompute: bool = False,
+    complete: bool = False,
+    **w: Tensor,
+) -> Tensor:
+    call = dispatch_rows(dispatcher, x, ids, weights, overlap, width=F)
+    assert isinstance(call, SerialCall if overlap is None else PipelinedCall)
+    if complete:
+        call.complete()
+    mlp = ExpertMLP(tuple(w[name] for name in NAMES), activation_of("swiglu"), recompute)
+    return call.combine(call.compute(call.rows, call.layout.rows_per_expert, mlp))
+
+
+def _bits(rank: int, world: int, arg: tuple[int, torch.dtype, Payloads, tuple[str, ...]]) -> None:
+    experts, dtype, payloads, kinds = arg
+    dispatcher = _shared(rank, world, experts, payloads=payloads)
+    for kind in kinds:
+        ids = _routing(kind, rank, experts, min(3, experts))
+        leaves = _leaves(rank, len(dispatcher.local_experts), ids, dtype)
+        grad = draw(ids.shape[0], D, seed=99 + rank, dtype=dtype)
+        wanted = _gradients(leaves, partial(_run, dispatcher, ids, None), grad)
+        for chunks in (1, 2, 8):
+            overlap = Overlap(chunks, 1, executor="pipelined")
+            for recompute, complete in ((False, False), (True, False), (False, True)):
+                run = partial(_run, dispatcher, ids, overlap, recompute=recompute, complete=complete)
+                _same(_gradients(leaves, run, grad), wanted, f"{kind}, {chunks} groups, {recompute=}, {complete=}")
+        with torch.no_grad():
+            assert torch.equal(run(**leaves), wanted["y"])
+        del wanted
+    assert dispatcher.shared.heap.blocks == 0
+
+
+SAME = Payloads()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_layer_pipelined_over_shared_memory_has_the_bits_of_the_serial_one(
+    world: int, request: pytest.FixtureRequest
+) -> None:
+    request.getfixturevalue(f"pool{world}").run(_bits, (7, torch.float32, SAME, ROUTINGS))
+
+
+@pytest.mark.parametrize(
+    "arg",
+    [
+        (5, torch.bfloat16, SAME, ("random", "dropped")),
+        (1, torch.float32, SAME, ("random",)),
+        (4, torch.float32, Payloads("fp8_block", "bf16", "bf16", "fp8_token"), ("random",)),
+    ],
+    ids=["bf16", "a rank without experts", "payloads"],
+)
+def test_so_it_has_in_other_dtypes_placements_and_payloads(arg: Any, pool2: RankPool) -> None:
+    pool2.run(_bits, arg)
+
+
+def _each_gradient(rank: int, world: int, _: Any) -> None:
+    dispatcher = _shared(rank, world, 4)
+    ids = _routing("random", rank, 4, 2)
+    leaves = _leaves(rank, 2, ids, torch.float32)
+    grad = draw(ids.shape[0], D, seed=3)
+    run = partial(_run, dispatcher, ids, Overlap(3, 1, executor="pipelined"))
+    wanted = _gradients(leaves, run, grad)
+    for name in leaves:
+        inputs = {other: value.clone().requires_grad_(other == name) for other, value in leaves.items()}
+        run(**inputs).backward(grad)
+        _same({name: inputs[name].grad}, wanted, "alone")
+    inputs = {name: value.clone().requires_grad_() for name, value in leaves.items()}
+    y = run(**inputs)
+    for _ in range(2):
+        again = torch.autograd.grad(y, list(inputs.values()), grad, retain_graph=True)
+        _same(dict(zip(inputs, again, strict=True)), wanted, "again")
+    inputs = {name: value.clone().requires_grad_() for name, value in leaves.items()}
+    parameters = [inputs[name] for name in NAMES]
+    (x_grad,), groups = stage_backward_input([run(**inputs)], [grad], [inputs["x"]], iter(parameters))
+    _same({"x": x_grad}, wanted, "in halves")
+    assert all(p.grad is None for p in parameters)
+    stage_backward_weight(iter(parameters), groups)
+    _same({name: inputs[name].grad for name in NAMES}, wanted, "later")
+
+
+def test_each_gradient_can_be_asked_for_alone_twice_and_later(pool2: RankPool) -> None:
+    pool2.run(_each_gradient)
+
+
+def _unlike(rank: int, world: int, _: Any) -> None:
+    """Rank 1 runs one step after the other, the others do not."""
+    dispatcher = _shared(rank, world, 5)
+    ids = _routing("random", rank, 5, 2)
+    leaves = _leaves(rank, len(dispatcher.local_experts), ids, torch.float32)
+    grad = draw(ids.shape[0], D, seed=3)
+    pipelined = Overlap(4, 1, executor="pipelined")
+    wanted = _gradients(leaves, partial(_run, dispatcher, ids, pipelined), grad)
+    own = None if rank == 1 else pipelined
+    _same(_gradients(leaves, partial(_run, dispatcher, ids, own), grad), wanted, "with a serial rank")
+
+
+def test_serial_and_pipelined_ranks_run_together_over_shared_memory(pool4: RankPool) -> None:
+    pool4.run(_unlike)
+
+
+def _names(rank: int, world: int, _: Any) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    placement = ExpertPlacement.of(4, world)
+    ids = _routing("random", rank, 4, 2)
+    x, weights = torch.ones(ids.shape[0], D), torch.ones(ids.shape)
+
+    def call(dispatcher: Dispatcher, **options: Any) -> ExpertCall:
+        found = dispatch_rows(dispatcher, x, ids, weights, Overlap(**options), width=F)
+        found.complete()
+        return found
+
+    shared, network = _shared(rank, world, 4), AllToAllDispatcher(placement, group, rank)
+    gathered = AllGatherDispatcher(placement, group, rank)
+    for dispatcher in (shared, network):
+        assert isinstance(call(dispatcher, executor="serial"), SerialCall)
+        assert isinstance(call(dispatcher, executor="pipelined"), PipelinedCall)
+        assert isinstance(call(dispatcher), SerialCall), "too few rows for two chunks"
+        assert isinstance(call(dispatcher, chunk_bytes=1), PipelinedCall)
+    assert isinstance(call(gathered, chunk_bytes=1), SerialCall)
+    assert isinstance(call(shared, chunks="auto"), SerialCall)
+    for dispatcher, name in ((gathered, "pipelined"), (gathered, "device"), (shared, "device")):
+        with pytest.raises(ConfigError, match=f"the {name} executor"):
+            call(dispatcher, executor=name)
+    told = [
+        explain_overlap(each, tokens=8, top_k=2, hidden=D, ffn=F).splitlines() for each in (shared, network, gathered)
+    ]
+    assert [lines[0].split(":")[0] for lines in told] == ["serial", "rates", "serial"]
+    assert told[1][-1].startswith("choice: serial"), "few rows are never sent in chunks"
+    layer = MoELayer.build(MoEConfig(D, F, RouterConfig(4, 2)), group, "all_to_all", seed=1, overlap="auto")
+    assert layer.overlap == Overlap("auto")
+    assert layer(x).shape == x.shape
+
+
+def test_an_executor_runs_where_it_can_and_is_an_error_where_it_was_named_and_cannot(pool2: RankPool) -> None:
+    pool2.run(_names)
+
+
+def test_unknown_executors_and_overlaps_are_refused() -> None:
+    with pytest.raises(ConfigError, match="known: auto, serial, pipelined, device"):
+        Overlap(executor="eager")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match='must be an Overlap, "auto" or None'):
+        MoELayer.build(MoEConfig(D, F, RouterConfig(4, 2)), overlap="always")  # type: ignore[arg-type]
+
+
+def _raises_between(rank: int, world: int, where: str) -> None:
+    """Rank 1 raises between dispatch and experts, or in an expert; what comes after."""
+    group = dist.new_group(backend="gloo")
+    dispatcher = SharedMemoryDispatcher(ExpertPlacement.of(4, world), group, rank, DispatchOptions(timeout_s=20))
+    ids = _routing("random", rank, 4, 2)
+    leaves = _leaves(rank, 2, ids, torch.float32)
+    call = dispatch_rows(dispatcher, leaves["x"], ids, leaves["weights"], Overlap(2, 1), width=F)
+    ffn = F - 1 if rank == 1 and where == "experts" else F
+    mlp = ExpertMLP((leaves["w13"], leaves["w2"][:, :, :ffn], None, None), activation_of("swiglu"))
+    expected = (ZeroDivisionError if where == "between" else ValueError) if rank == 1 else PeerRaised
+    with pytest.raises(expected):  # noqa: PT012
+        with call.abort_on_error():
+            if rank == 1 and where == "between":
+                raise ZeroDivisionError("between")
+            rows = call.compute(call.rows, call.layout.rows_per_expert, mlp)
+        call.combine(rows)
+    dispatcher.dispatch(leaves["x"], ids)  # the group can be used again
+
+
+@pytest.mark.parametrize("where", ["between", "experts"])
+def test_an_exception_between_dispatch_and_experts_reaches_all_ranks(where: str, pool2: RankPool) -> None:
+    pool2.run(_raises_between, where)
