@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from moe_comm.dispatch.all_to_all import AllToAllDispatcher
-from moe_comm.dispatch.base import Dispatcher, Layout
+from moe_comm.dispatch.base import Dispatcher
+from moe_comm.dispatch.types import Layout
 from moe_comm.errors import ConfigError, MissingDependency, MoeCommError
 from moe_comm.kernels.activations import SwiGLU
 from moe_comm.kernels.expert_mlp import ExpertMLP
