@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -69,7 +68,7 @@ class Communicator:
 
     Attributes:
         rank, world: of this process in the group.
-        ranks: global ranks of the group's members.
+        ranks: global ranks of the group's members. span_group: what ``EVENTS.span`` takes as ``group``.
         calls: numbers of the group's operations.
         peers: the members' processes; None before they have met.
         hosts: a number for each member, equal for those of one host.
@@ -82,6 +81,7 @@ class Communicator:
 
     def __init__(self, group: ProcessGroup, ranks: Sequence[int], store: Store) -> None:
         self.rank, self.world, self.ranks = group.rank(), group.size(), tuple(ranks)
+        self.span_group = EVENTS.group(self.ranks) if EVENTS.enabled else NO_NAME
         self.calls = GroupCalls()
         self.peers: Peers | None = None
         self.hosts: tuple[int, ...] = ()
@@ -94,7 +94,7 @@ class Communicator:
         self.users: weakref.WeakSet[Releases] = weakref.WeakSet()
         self._kept: dict[Hashable, Any] = {}
         self.core: _C.Communicator | None = None
-        self._limit_s = 0.0
+        self.limit_s = 0.0
 
     @property
     def closed(self) -> bool:
@@ -119,15 +119,6 @@ class Communicator:
         assert self._store is not None
         return self._store
 
-    @cached_property
-    def _span_group(self) -> int:
-        return EVENTS.group(self.ranks)
-
-    @property
-    def span_group(self) -> int:
-        """What ``EVENTS.span`` takes as ``group``."""
-        return self._span_group if EVENTS.enabled else NO_NAME
-
     def next_place(self) -> int:
         """Count an operation of the group's backend; ranks that wait leave notes by this number."""
         self.places += 1
@@ -135,7 +126,7 @@ class Communicator:
 
     def use(self, core: _C.Communicator) -> None:
         """Let the operations of the native core on this group meet by ``core``."""
-        self.core, self._limit_s = core, 0.0
+        self.core, self.limit_s = core, 0.0
 
     def check(self) -> None:
         """Raise what made the group unusable, if anything.
@@ -151,10 +142,10 @@ class Communicator:
             self.group  # noqa: B018 - raises
 
     def limit(self, timeout_s: float) -> None:
-        """Set how long the next operations of the native core wait for a peer."""
-        if timeout_s != self._limit_s and self.core is not None:
+        """Set how long the next operations of the native core wait for a peer: ``limit_s``, from then on."""
+        if timeout_s != self.limit_s and self.core is not None:
             self.core.set_timeout(timeout_s)
-            self._limit_s = timeout_s
+            self.limit_s = timeout_s
 
     def keep(self, key: Hashable, make: Callable[[], T]) -> T:
         """What ``make`` gave for ``key`` on the first call. It lives as long as the group. If it has a method

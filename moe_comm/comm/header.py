@@ -95,7 +95,7 @@ class GroupCalls:
         if self.closed:
             raise errors.ConfigError(DESTROYED)
         with self._lock:
-            found = self._last[ordinal & ORDINAL_MASK] = self.last(ordinal) + 1
+            found = self._last[ordinal & ORDINAL_MASK] = self._last.get(ordinal & ORDINAL_MASK, 0) + 1
         return found
 
     def catch_up(self, headers: Sequence[Words]) -> None:
@@ -141,7 +141,8 @@ class Header:
             self.top_k,
             self.num_experts,
             int(self.requires_grad),
-            origin_word(self.label, self.ordinal, self.of_call),
+            # Layer, dispatcher and dispatch in one word: ranks take up what is in flight in the same order.
+            _origin_hash(self.label, self.ordinal) | (self.of_call & 0x7FFFFFFF) << 32,
         )
 
     def pack(self) -> Words:
@@ -173,11 +174,6 @@ def fault_word(fault: errors.MoeCommError | None, otherwise: type[errors.MoeComm
 @lru_cache(maxsize=4096)
 def _origin_hash(label: str, ordinal: int) -> int:
     return (zlib.crc32(f"{ordinal} {label}".encode()) & ~ORDINAL_MASK) | (ordinal & ORDINAL_MASK)
-
-
-def origin_word(label: str, ordinal: int, of_call: int) -> int:
-    """Layer, dispatcher and dispatch in one word: what is in flight is taken up in the same order on every rank."""
-    return _origin_hash(label, ordinal) | (of_call & 0x7FFFFFFF) << 32
 
 
 def _text(words: Words) -> str:

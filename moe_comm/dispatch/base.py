@@ -244,7 +244,9 @@ class Dispatcher(ABC):
 
     def dispatch_header(self, x_TD: Tensor, ids_TK: Tensor, label: str) -> Header:
         """The handshake of a dispatch; holds the fault if the input is bad."""
-        fault = self._fault(x_TD, ids_TK) or self.damage.fault()
+        fault = self._fault(x_TD, ids_TK)
+        if fault is None and self.options.checksums:
+            fault = self.damage.fault()
         return Header(
             "dispatch",
             self.calls.next(self._ordinal),
@@ -299,7 +301,7 @@ class Dispatcher(ABC):
 
 def _carried(dispatcher: Dispatcher, rows_RD: Tensor, header: Header) -> Tensor:
     """``rows_RD`` as the backend takes them: rounded already if it moves them in place. Gradients pass straight."""
-    if not dispatcher.rounds or header.fault is not None:
+    if header.fault is not None:
         return rows_RD
     payload = dispatcher.options.payloads.of(header.op)
     return rounded_in_groups(rows_RD, payload) if payload.scales == "group" else rounded(rows_RD, payload)
@@ -317,7 +319,8 @@ class _Dispatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         header = ctx.dispatcher.header("dispatch backward", ctx.layout, False)
-        grad_RD = _carried(ctx.dispatcher, grad_RD, header)
+        if ctx.dispatcher.rounds:
+            grad_RD = _carried(ctx.dispatcher, grad_RD, header)
         with rows_moved(ctx.dispatcher, header.op, ctx.layout.label, ctx.layout):
             return ctx.dispatcher._sum(grad_RD, None, ctx.layout, header), None, None, None
 
@@ -329,7 +332,7 @@ class _Combine(torch.autograd.Function):
     ) -> Tensor:
         header = dispatcher.header("combine", layout, grad)
         wide_TK = weights_TK.to(torch.promote_types(rows_RD.dtype, torch.float32))
-        carried_RD = _carried(dispatcher, rows_RD, header)
+        carried_RD = _carried(dispatcher, rows_RD, header) if dispatcher.rounds else rows_RD
         with rows_moved(dispatcher, header.op, layout.label, layout):
             y_TD = dispatcher._sum(carried_RD, wide_TK, layout, header)
         # Peers read the saved rows again in backward, in place.
@@ -343,7 +346,8 @@ class _Combine(torch.autograd.Function):
         rows_RD, weights_TK = ctx.saved_tensors
         header = ctx.dispatcher.header("combine backward", ctx.layout, ctx.needs_input_grad[1])
         rows = rows_RD if ctx.needs_input_grad[1] else None
-        grad_TD = _carried(ctx.dispatcher, grad_TD, header)
+        if ctx.dispatcher.rounds:
+            grad_TD = _carried(ctx.dispatcher, grad_TD, header)
         with rows_moved(ctx.dispatcher, header.op, ctx.layout.label, ctx.layout):
             grad_rows_RD, grad_TK = ctx.dispatcher._spread(grad_TD, rows, weights_TK, ctx.layout, header)
         return grad_rows_RD, None if grad_TK is None else grad_TK.to(ctx.weights_dtype), None, None, None
@@ -354,7 +358,8 @@ def dispatch(dispatcher: Dispatcher, x_TD: Tensor, ids_TK: Tensor, label: str) -
     header = dispatcher.dispatch_header(x_TD, ids_TK, label)
     tokens_TD = x_TD.detach()
     with rows_moved(dispatcher, "dispatch", label) as span:
-        rows_RD, layout = dispatcher._send(_carried(dispatcher, tokens_TD, header), ids_TK, header)
+        carried_TD = _carried(dispatcher, tokens_TD, header) if dispatcher.rounds else tokens_TD
+        rows_RD, layout = dispatcher._send(carried_TD, ids_TK, header)
         if dispatcher.options.checksums:
             claimed = claim(dispatcher, tokens_TD, ids_TK, header)
             if claimed is not None:
@@ -406,7 +411,7 @@ def _combine_fault(dispatcher: Dispatcher, rows_RD: Tensor, weights_TK: Tensor, 
             f"got rows on {rows_RD.device} and weights on {weights_TK.device}"
         )
     # Without a handshake the others would not hear of it: it waits for the next dispatch.
-    return dispatcher.damage.fault() if dispatcher.handshakes else None
+    return dispatcher.damage.fault() if dispatcher.options.checksums and dispatcher.handshakes else None
 
 
 def combine(dispatcher: Dispatcher, rows_RD: Tensor, weights_TK: Tensor, layout: Layout) -> Tensor:
@@ -422,7 +427,9 @@ def combine(dispatcher: Dispatcher, rows_RD: Tensor, weights_TK: Tensor, layout:
     if not grad:
         wide_TK = weights_TK.detach().to(torch.promote_types(rows_RD.dtype, torch.float32))
         header = dispatcher.header("combine", layout, False)
-        rows_RD = _carried(dispatcher, rows_RD.detach(), header)
+        rows_RD = rows_RD.detach()
+        if dispatcher.rounds:
+            rows_RD = _carried(dispatcher, rows_RD, header)
         with rows_moved(dispatcher, header.op, layout.label, layout):
             return dispatcher._sum(rows_RD, wide_TK, layout, header)
     return _Combine.apply(rows_RD, weights_TK, dispatcher, layout, grad)  # type: ignore[no-any-return]

@@ -31,7 +31,7 @@ def _dense(x: Tensor) -> Tensor:
 
 def _fault_of(header: Header) -> tuple[int, str]:
     """As the native core takes it."""
-    return fault_word(header.fault), "" if header.fault is None else str(header.fault)
+    return fault_word(header.fault), str(header.fault)
 
 
 _left_behind: list[_Underway] = []
@@ -41,8 +41,7 @@ class _Underway:
     """A transfer between its halves. Leaving the ``with`` ends it: for all ranks, or, by an exception, as an error that
     the others hear of. One thread does it all."""
 
-    def __init__(self, native: _C.Arriving | _C.Leaving) -> None:
-        self._native = native
+    _native: _C.Arriving | _C.Leaving
 
     def __enter__(self) -> Self:
         return self
@@ -61,8 +60,8 @@ class ArrivingRows(_Underway):
     """Rows on their way to this rank's experts. ``rows_RD``: this rank's own stand, those of ``next`` peers, too."""
 
     def __init__(self, native: _C.Arriving, rows_RD: Tensor, layout: Layout, *kept: object) -> None:
-        super().__init__(native)
-        self._arriving, self.rows_RD, self.layout = native, rows_RD, layout
+        self._native = self._arriving = native
+        self.rows_RD, self.layout = rows_RD, layout
         self._kept = kept  # peers may be reading and writing it
 
     def ready(self, peer: int) -> bool:
@@ -89,8 +88,8 @@ class LeavingRows(_Underway):
         rows: NativeRows,
         header: Header,
     ) -> None:
-        super().__init__(native)
-        self._leaving, self._of, self._header, self._y_TD = native, rows, header, y_TD
+        self._native = self._leaving = native
+        self._of, self._header, self._y_TD = rows, header, y_TD
         self._rows_RD = rows_RD  # peers read it
 
     def raise_flag(self, peer: int) -> None:
@@ -148,11 +147,11 @@ class NativeRows:
     def start_send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> ArrivingRows:
         """The first half of ``send``: this rank's rows stand where they belong, the peers' may be on their way."""
         tokens, hidden = (x_TD.shape[0], x_TD.shape[1]) if header.fault is None else (0, header.hidden)
-        fault, text = _fault_of(header)
+        fault, text = (0, "") if header.fault is None else _fault_of(header)
         if not fault:
             x_TD = _dense(x_TD)
             ids_TK = ids_TK.to(torch.int64).contiguous()
-        if self._comm is not None:
+        if self._comm is not None and self._comm.limit_s != self._timeout_s:
             self._comm.limit(self._timeout_s)
         try:
             capsule, native_layout, arriving = self._transfer.start_send(
@@ -202,13 +201,13 @@ class NativeRows:
         if computed:
             rows_RD = _dense(rows_RD)
         y_TD = warm(layout.num_tokens, layout.hidden, layout.dtype)  # now: no room would be no news to the others
-        if self._comm is not None:
+        if self._comm is not None and self._comm.limit_s != self._timeout_s:
             self._comm.limit(self._timeout_s)
         try:
             leaving = self._transfer.start_sum(
                 header.compared(),
                 header.label,
-                *_fault_of(header),
+                *((0, "") if header.fault is None else _fault_of(header)),
                 layout.state,
                 rows_RD.data_ptr(),
                 rows_RD.stride(0) * rows_RD.element_size(),
@@ -231,7 +230,7 @@ class NativeRows:
         rows = None if rows_RD is None else _dense(rows_RD)
         weights_TK = weights_TK.contiguous()
         grad_TK = None if rows is None else torch.empty(layout.num_tokens, layout.top_k)
-        if self._comm is not None:
+        if self._comm is not None and self._comm.limit_s != self._timeout_s:
             self._comm.limit(self._timeout_s)
         try:
             capsule, arriving = self._transfer.start_spread(

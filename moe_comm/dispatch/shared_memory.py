@@ -14,7 +14,7 @@ from moe_comm.comm.header import Header
 from moe_comm.comm.meeting import heap_of
 from moe_comm.comm.shared_heap import SharedOptions
 from moe_comm.dispatch.base import Dispatcher
-from moe_comm.dispatch.native import ArrivingRows, LeavingRows, NativeRows, supported
+from moe_comm.dispatch.native import ArrivingRows, LeavingRows, NativeRows
 from moe_comm.dispatch.payload import rounded
 from moe_comm.dispatch.types import DispatchOptions, Layout
 from moe_comm.errors import InputError, MoeCommError, RoutingError
@@ -77,7 +77,7 @@ class SharedMemoryDispatcher(Dispatcher):
         return True
 
     def _fault(self, x_TD: Tensor, ids_TK: Tensor) -> MoeCommError | None:
-        if not supported(x_TD):
+        if not x_TD.is_cpu or x_TD.dtype not in DTYPE_CODES:
             return InputError(
                 f"shared_memory moves float32, bfloat16 and float16 rows on the CPU; got {x_TD.dtype} on {x_TD.device}"
             )

@@ -46,6 +46,8 @@ def expert_mm(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None 
         padded = F.pad(a_MK, (0, 0, 0, FEW - rows))
         few_FN = torch.mm(padded, b_KN) if bias_N is None else torch.addmm(bias_N, padded, b_KN)
         out_MN.copy_(few_FN[:rows])
+    elif bias_N is None and out_MN.data_ptr() % ALIGNMENT == 0:
+        torch.mm(a_MK, b_KN, out=out_MN)
     else:
         product_into(a_MK, b_KN, out_MN, bias_N)
 

@@ -44,10 +44,11 @@ def row_invariant_mm(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = None) -> T
 
 def _row_invariant_mm(a_MK: Tensor, b_KN: Tensor, out: Tensor | None) -> Tensor:
     m, k, n = a_MK.shape[0], a_MK.shape[1], b_KN.shape[1]
-    direct = out is not None and n % TILE == 0
-    out_MN = out if out is not None and direct else a_MK.new_empty(m, _up(n))
+    direct, whole_k_n = out is not None and n % TILE == 0, not (k % TILE or n % TILE)
+    out_MN = out if out is not None and direct else a_MK.new_empty(m, n if whole_k_n else _up(n))
     if out_MN.numel():
-        b_KN = _padded(b_KN, _up(k), _up(n))
+        if not whole_k_n:
+            b_KN = _padded(b_KN, _up(k), _up(n))
         if a_MK.shape[1] % TILE or a_MK.data_ptr() % 64:
             a_MK = _padded(a_MK, _up(m), _up(k)).contiguous()
             a_MK = a_MK.clone() if a_MK.data_ptr() % 64 else a_MK

@@ -33,10 +33,8 @@ def _takes(h_RG: Tensor, *others: Tensor) -> bool:
     return True
 
 
-def _check(h_RG: Tensor, rows_RF: Tensor) -> None:
-    rows, width = rows_RF.shape
-    if h_RG.shape != (rows, 2 * width):
-        raise InputError(f"swiglu needs h [R, 2F] and rows [R, F]; got {tuple(h_RG.shape)}, {tuple(rows_RF.shape)}")
+def _misfit(h_RG: Tensor, rows_RF: Tensor) -> InputError:
+    return InputError(f"swiglu needs h [R, 2F] and rows [R, F]; got {tuple(h_RG.shape)}, {tuple(rows_RF.shape)}")
 
 
 def swiglu_forward(h_RG: Tensor, out_RF: Tensor) -> None:
@@ -46,7 +44,9 @@ def swiglu_forward(h_RG: Tensor, out_RF: Tensor) -> None:
         h_RG: [R, 2F] gate | up; rows may be any distance apart.
         out_RF: [R, F] of the same dtype, contiguous.
     """
-    _check(h_RG, out_RF)
+    rows, width = out_RF.shape
+    if h_RG.shape != (rows, 2 * width):
+        raise _misfit(h_RG, out_RF)
     if not _takes(h_RG, out_RF):
         swiglu_forward_reference(h_RG, out_RF)
     elif h_RG.device.type in TRITON_DEVICES and for_triton(h_RG, out_RF):
@@ -71,10 +71,10 @@ def swiglu_backward(h_RG: Tensor, grad_RF: Tensor, grad_h_RG: Tensor, act_RF: Te
         grad_h_RG: [R, 2F] contiguous; may be the same memory as ``h_RG``.
         act_RF: [R, F] contiguous.
     """
-    _check(h_RG, grad_RF)
+    rows, width = grad_RF.shape
+    if h_RG.shape != (rows, 2 * width) or (act_RF is not None and act_RF.shape != (rows, width)):
+        raise _misfit(h_RG, grad_RF if act_RF is None else act_RF)
     others = (grad_RF, grad_h_RG) if act_RF is None else (grad_RF, grad_h_RG, act_RF)
-    if act_RF is not None:
-        _check(h_RG, act_RF)
     if not _takes(h_RG, *others):
         swiglu_backward_reference(h_RG, grad_RF, grad_h_RG, act_RF)
     elif h_RG.device.type in TRITON_DEVICES and for_triton(h_RG, *others):

@@ -290,7 +290,7 @@ class MoELayer(ParallelModule):
         layer.reset_parameters(_same_seed(tokens_group) if seed is None else seed)
         return layer
 
-    @property
+    @cached_property
     def num_experts(self) -> int:
         """Real experts of all ranks together."""
         return self.placement.num_experts

@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 from moe_comm.dispatch import DROPPED, INVALID_LOGITS
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.autocast import without_autocast
-from moe_comm.kernels.native import for_triton
+from moe_comm.kernels.native import TRITON_DEVICES, for_triton
 from moe_comm.kernels.pointwise import sigmoid
 from moe_comm.kernels.row_invariant import row_invariant_linear
 from moe_comm.layers.losses import (
@@ -201,8 +201,10 @@ class Router(nn.Module):
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         with without_autocast(x_TD):
             bias = None if self.bias is None else self.bias.to(wide)
-            logits_TE = row_invariant_linear(again(lambda x: x.to(wide), x_TD), self.weight.to(wide), bias)
-            routed = self._route_at_once(logits_TE) if ids_TK is None and for_triton(logits_TE) else None
+            wide_TD = x_TD if x_TD.dtype == wide else again(lambda x: x.to(wide), x_TD)
+            logits_TE = row_invariant_linear(wide_TD, self.weight.to(wide), bias)
+            on_device = logits_TE.device.type in TRITON_DEVICES and for_triton(logits_TE)
+            routed = self._route_at_once(logits_TE) if ids_TK is None and on_device else None
             if routed is not None:
                 ids_TK, weights_TK, scores_TE = routed
             else:

@@ -111,7 +111,9 @@ def grouped(
     """
     tensors = experts.tensors
     # Inside the function grad mode is always off, so whether backward will come is asked here.
-    backward = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (rows_RD, *tensors))
+    backward = torch.is_grad_enabled() and (
+        rows_RD.requires_grad or any(t is not None and t.requires_grad for t in tensors)
+    )
     counts_E = None
     if isinstance(experts, ExpertMLP) and expert_mlp_gpu.takes(experts, rows_RD):
         counts_E = torch.tensor(rows_per_expert, dtype=torch.int64).to(rows_RD.device, non_blocking=True)
