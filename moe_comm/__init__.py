@@ -6,10 +6,10 @@ The names below load their modules on first use, so that ``import moe_comm`` cos
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from moe_comm.lazy import loads_on_use
 from moe_comm.runtime import cpu_guard
 
 if TYPE_CHECKING:
@@ -50,12 +50,12 @@ _HOME = {
     "Dispatcher": "moe_comm.dispatch",
     "DispatchOptions": "moe_comm.dispatch",
     "make_dispatcher": "moe_comm.dispatch",
-    "Experts": "moe_comm.layers",
-    "MoEConfig": "moe_comm.layers",
-    "MoELayer": "moe_comm.layers",
-    "Router": "moe_comm.layers",
-    "RouterConfig": "moe_comm.layers",
-    "check_grads": "moe_comm.layers",
+    "Experts": "moe_comm.layers.experts",
+    "MoEConfig": "moe_comm.layers.moe_config",
+    "MoELayer": "moe_comm.layers.moe",
+    "Router": "moe_comm.layers.router",
+    "RouterConfig": "moe_comm.layers.router",
+    "check_grads": "moe_comm.layers.grad_check",
     "gather_state_dict": "moe_comm.integrations.hugging_face",
     "save_swapped": "moe_comm.integrations.hugging_face",
     "swap_attention": "moe_comm.integrations.hugging_face",
@@ -70,8 +70,8 @@ _HOME = {
     "skip_gradient_checks": "moe_comm.layers.data_parallel",
     "state_dict": "moe_comm.layers.data_parallel",
     "sync_gradients": "moe_comm.layers.data_parallel",
-    "Transformer": "moe_comm.layers",
-    "TransformerConfig": "moe_comm.layers",
+    "Transformer": "moe_comm.layers.transformer",
+    "TransformerConfig": "moe_comm.layers.config",
     "FoldedMesh": "moe_comm.topology",
     "ParallelConfig": "moe_comm.topology",
 }
@@ -116,12 +116,13 @@ if sys.modules.get("transformers") is not None:
     register()
 
 
+_load = loads_on_use(__name__, _HOME)
+
+
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return _version()
-    if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _load(name)
 
 
 def _version() -> str:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from moe_comm.errors import ConfigError
-from moe_comm.gpu.launch import Launcher, NativeLauncher, cuda_kernels_at_hand, cuda_launcher
+
+if TYPE_CHECKING:
+    from moe_comm.gpu.launch import Launcher
 
 NO_KERNELS, ALONE, REACHES, BLOCKED = range(4)
 """What a rank says: it has no kernels for its GPU; sees no other GPU; reaches all that it sees; or not all."""
@@ -30,6 +33,8 @@ def access_word(device: torch.device) -> int:
     """What this rank can tell of its GPU's access to the others'."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return NO_KERNELS
+    from moe_comm.gpu.launch import cuda_kernels_at_hand  # loads CUDA's libraries
+
     if not cuda_kernels_at_hand(device):
         return NO_KERNELS
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -77,6 +82,8 @@ def launcher_for(device: torch.device, emulate: bool = False) -> Launcher:
     Raises:
         ConfigError: CPU tensors without ``emulate``. MissingDependency: no kernels for it.
     """
+    from moe_comm.gpu.launch import NativeLauncher, cuda_launcher  # loads CUDA's libraries
+
     if device.type == "cuda":
         return cuda_launcher(device)
     if device.type != "cpu" or not emulate:

@@ -15,13 +15,13 @@ from moe_comm.kernels.activations import Activation, SwiGLU, activation_of
 from moe_comm.kernels.swiglu import swiglu
 from moe_comm.layers.collectives import group_size
 from moe_comm.layers.linear import (
-    ParallelModule,
     check_width,
     entering_linear,
     leaving_linear,
     part_of,
     take_part,
 )
+from moe_comm.layers.parallel_module import ParallelModule
 from moe_comm.layers.recompute import again
 from moe_comm.overlap.chunked import Overlap
 from moe_comm.topology import Sharding, Split

@@ -19,7 +19,8 @@ from moe_comm.errors import InputError
 from moe_comm.kernels.autocast import without_autocast
 from moe_comm.layers.collectives import gather_dim_replicated, group_rank, group_size
 from moe_comm.layers.cross_entropy import IGNORE_INDEX, vocab_parallel_cross_entropy
-from moe_comm.layers.linear import ParallelModule, check_width, enter, leave
+from moe_comm.layers.linear import check_width, enter, leave
+from moe_comm.layers.parallel_module import ParallelModule
 from moe_comm.topology import Sharding, Split, row_range
 
 

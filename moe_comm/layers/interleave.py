@@ -18,11 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from moe_comm.layers.sequence import Documents
+if TYPE_CHECKING:
+    from moe_comm.layers.sequence import Documents
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]

@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from copy import deepcopy
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +30,7 @@ from torch.distributed import ProcessGroup
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.autocast import cast_parameter, compute_dtype
 from moe_comm.layers.collectives import check_cut, copy_to, gather_dim, group_rank, group_size, scatter_sum, sum_over
+from moe_comm.layers.parallel_module import ParallelModule
 from moe_comm.layers.recompute import again
 from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.gather_matmul import gather_matmul
@@ -70,21 +70,6 @@ def init_linear(weight: nn.Parameter, bias: nn.Parameter | None, fan_in: int) ->
 def check_width(x: Tensor, width: int, layer: str) -> None:
     if x.shape[-1:] != (width,):
         raise InputError(f"{layer} takes [.., {width}] here; got {tuple(x.shape)}")
-
-
-class ParallelModule(nn.Module):
-    """A module whose copies (EMA, reference model) have their own weights but communicate over the same ranks."""
-
-    def shared_by_copies(self) -> list[Any]:
-        """What a copy keeps instead of copying it: process groups."""
-        return [value for value in vars(self).values() if isinstance(value, ProcessGroup)]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo.update({id(shared): shared for shared in self.shared_by_copies()})
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        vars(copied).update({key: deepcopy(value, memo) for key, value in vars(self).items()})
-        return copied
 
 
 class ColumnParallelLinear(ParallelModule):

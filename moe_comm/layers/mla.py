@@ -22,8 +22,9 @@ from torch.distributed import ProcessGroup
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.autocast import compute_dtype
 from moe_comm.layers.config import AttentionConfig, MLAConfig
-from moe_comm.layers.linear import ColumnParallelLinear, ParallelModule
+from moe_comm.layers.linear import ColumnParallelLinear
 from moe_comm.layers.norm import RMSNorm
+from moe_comm.layers.parallel_module import ParallelModule
 
 
 @dataclass(frozen=True)

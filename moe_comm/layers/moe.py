@@ -40,9 +40,9 @@ from moe_comm.layers.data_parallel import ExpertShards, attach_experts, prepare_
 from moe_comm.layers.data_parallel.attach import gradients_of
 from moe_comm.layers.experts import Experts, Part
 from moe_comm.layers.interleave import Steps, finish
-from moe_comm.layers.linear import ParallelModule
 from moe_comm.layers.losses import attach_loss
 from moe_comm.layers.moe_config import MoEConfig, ZeroExperts
+from moe_comm.layers.parallel_module import ParallelModule
 from moe_comm.layers.router import Router, Routing, recomputing
 from moe_comm.layers.shared import SharedExpert, split_zero_experts
 from moe_comm.overlap.chunked import Overlap

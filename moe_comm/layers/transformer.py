@@ -18,10 +18,10 @@ from moe_comm.layers.block import Tokens, TransformerBlock, materialize
 from moe_comm.layers.config import TransformerConfig
 from moe_comm.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from moe_comm.layers.interleave import StageInput, Steps, take_turns
-from moe_comm.layers.linear import ParallelModule
 from moe_comm.layers.model_plan import ModelPlan
 from moe_comm.layers.moe import MoELayer
 from moe_comm.layers.norm import RMSNorm
+from moe_comm.layers.parallel_module import ParallelModule
 from moe_comm.layers.rope import Rope, RopeTable
 from moe_comm.layers.sequence import Documents, local_positions
 from moe_comm.layers.shortcut import ShortcutBlock

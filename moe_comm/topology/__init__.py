@@ -1,10 +1,17 @@
 """Rank arithmetic: which rank owns which experts, and how two parallel mappings fold onto the same ranks."""
 
-from moe_comm.topology.mesh import FoldedMesh
-from moe_comm.topology.parallel import ATTENTION_AXES, EXPERT_AXES, ParallelConfig
-from moe_comm.topology.picture import picture
-from moe_comm.topology.placement import ExpertPlacement
-from moe_comm.topology.sharding import Box, Sharding, Share, Split, deal, row_range
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moe_comm.lazy import loads_on_use
+
+if TYPE_CHECKING:
+    from moe_comm.topology.mesh import FoldedMesh
+    from moe_comm.topology.parallel import ATTENTION_AXES, EXPERT_AXES, ParallelConfig
+    from moe_comm.topology.picture import picture
+    from moe_comm.topology.placement import ExpertPlacement
+    from moe_comm.topology.sharding import Box, Sharding, Share, Split, deal, row_range
 
 __all__ = [
     "ATTENTION_AXES",
@@ -20,3 +27,21 @@ __all__ = [
     "picture",
     "row_range",
 ]
+
+__getattr__ = loads_on_use(
+    __name__,
+    {
+        "ATTENTION_AXES": "moe_comm.topology.parallel",
+        "Box": "moe_comm.topology.sharding",
+        "EXPERT_AXES": "moe_comm.topology.parallel",
+        "ExpertPlacement": "moe_comm.topology.placement",
+        "FoldedMesh": "moe_comm.topology.mesh",
+        "ParallelConfig": "moe_comm.topology.parallel",
+        "Sharding": "moe_comm.topology.sharding",
+        "Share": "moe_comm.topology.sharding",
+        "Split": "moe_comm.topology.sharding",
+        "deal": "moe_comm.topology.sharding",
+        "picture": "moe_comm.topology.picture",
+        "row_range": "moe_comm.topology.sharding",
+    },
+)

@@ -11,7 +11,6 @@ import pytest
 from moe_comm.cli import run as command
 from moe_comm.errors import ConfigError
 from moe_comm.plan.machine.hardware_table import cluster_named
-from moe_comm.plan.model.files import model_named
 from moe_comm.plan.model.load import Load
 from moe_comm.plan.model.mapping import Dispatcher, Mapping
 from moe_comm.plan.model.memory import Policy
@@ -22,7 +21,7 @@ from moe_comm.plan.search.space import Space
 from moe_comm.train.config import TrainConfig, load
 from moe_comm.train.dry_run import examine
 from moe_comm.train.loop.build import _dispatch_options
-from moe_comm.train.plan_config import differences, train_config
+from moe_comm.train.plan_config import differences, model_named, train_config
 
 TINY = ModelShape("tiny plan", 4, 64, 4, 2, 16, 512, 8, 2, 96, qk_norm="head")
 
@@ -72,7 +71,7 @@ def test_models_by_name_build_with_the_planned_mapping(name: str, gpus: int, tex
     assert (data.batch, data.micro_batches, data.seq_len) == (2 * gpus, mapping.micro_batches(2 * gpus), 4096)
     assert config.model.capacity == 1.0
     if mapping.parallel.pp <= 3:  # positions are built one after another
-        assert examine(config).count.params == asked.shape.params
+        assert examine(config).shape.params == asked.shape.params
 
 
 def test_a_model_that_training_does_not_have_is_an_error_that_says_what_it_lacks() -> None:

@@ -213,7 +213,7 @@ def _with_passes(accelerator: Accelerator, found: Sequence[Found]) -> Accelerato
 
 def _moved(cluster: Cluster, one: Moving) -> float:
     group = range(one.ranks)
-    seconds: float = getattr(cluster, f"{one.kind}_s")(one.num_bytes, group)
+    seconds: float = getattr(cluster, one.kind)(one.num_bytes, group).seconds
     if one.kind == "all_to_all":  # a dispatch or a combine, whose pass over rows is an operator by itself
         seconds += cluster.accelerator.memory_seconds(2 * one.num_bytes)
     return seconds

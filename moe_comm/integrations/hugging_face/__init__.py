@@ -5,10 +5,10 @@ two registries of transformers. ``MoETrainer``, ``MoETrainerMixin`` and ``prepar
 with ``Trainer`` and accelerate; these names load their modules on first use, as importing ``Trainer`` takes seconds.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moe_comm.errors import MissingDependency
+from moe_comm.lazy import loads_on_use
 
 try:
     from moe_comm.integrations.hugging_face.architecture import from_hugging_face, to_hugging_face
@@ -60,10 +60,11 @@ __all__ = [
     "to_hugging_face",
 ]
 
-_ON_DEMAND = {"MoETrainer": "trainer", "MoETrainerMixin": "trainer", "prepare_accelerator": "accelerator"}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _ON_DEMAND:
-        return getattr(importlib.import_module(f"{__name__}.{_ON_DEMAND[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = loads_on_use(
+    __name__,
+    {
+        "MoETrainer": f"{__name__}.trainer",
+        "MoETrainerMixin": f"{__name__}.trainer",
+        "prepare_accelerator": f"{__name__}.accelerator",
+    },
+)

@@ -10,8 +10,9 @@ The names below load their modules on first use: the processes that tokenise nee
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from moe_comm.lazy import loads_on_use
 
 if TYPE_CHECKING:
     from moe_comm.train.data.batches import Batch, Corpus, GlobalBatch, Statistics
@@ -67,10 +68,4 @@ __all__ = [
     "train_bpe",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = loads_on_use(__name__, {name: f"{__name__}.{module}" for name, module in _HOME.items()})

@@ -31,7 +31,7 @@ from moe_comm.bench.calibrate.ranks import (
 )
 from moe_comm.bench.calibrate.steps import Stepped, imbalance, measure_steps, runs, step_seconds, within_steps
 from moe_comm.errors import ConfigError
-from moe_comm.plan.machine.collectives import Link
+from moe_comm.plan.machine.collectives import Link, Moved
 from moe_comm.plan.machine.hardware import Accelerator, Cluster, Tile
 from moe_comm.plan.machine.hardware_file import load, save
 from tests.pool import RankPool
@@ -113,17 +113,16 @@ def test_links_come_back_from_what_they_would_measure(ranks: int) -> None:
     true = replace(HOST, gpus=4)
 
     def moves(cluster: Cluster, count: int) -> list[Moving]:
-        kinds: dict[Any, Callable[..., float]] = {
-            "all_gather": cluster.all_gather_s,
-            "all_reduce": lambda *asked: cluster.all_reduce(*asked).seconds,
-        }
+        kinds: dict[Any, Callable[..., Moved]] = {"all_gather": cluster.all_gather, "all_reduce": cluster.all_reduce}
         sizes = (1 << 14, 1 << 18, 1 << 22)
-        return [Moving(kind, count, size, do(size, range(count))) for kind, do in kinds.items() for size in sizes]
+        return [
+            Moving(kind, count, size, do(size, range(count)).seconds) for kind, do in kinds.items() for size in sizes
+        ]
 
     start = replace(true, inside=Link("x", 1e9, 1e-5, 1.0), start_s=1e-5)
     got = inside_of(start, moves(true, ranks))
     for one in moves(true, ranks):
-        assert getattr(got, f"{one.kind}_s")(one.num_bytes, range(ranks)) == pytest.approx(one.seconds, rel=0.05)
+        assert getattr(got, one.kind)(one.num_bytes, range(ranks)).seconds == pytest.approx(one.seconds, rel=0.05)
     apart = replace(true, host_size=1, between=CABLE)
     cable = between_of(true, moves(apart, 2), "cable")
     assert cable.rate == pytest.approx(CABLE.rate, rel=0.05) and cable.name == "cable"
