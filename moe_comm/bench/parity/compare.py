@@ -28,6 +28,7 @@ from moe_comm.train import config as configuration
 JOBS_PER_PROCESS = 6
 """Every run makes process groups, which gloo's threads serve until the process ends: after dozens of runs they, not
 training, would keep the cores busy."""
+LOADED = ("torch", "moe_comm.bench.parity_train")
 TARGET = 1e-5
 OPTIMIZERS = ("sgd", "adamw")
 COMMON = (
@@ -184,7 +185,7 @@ def _launch(
     jobs: Sequence[tuple[Case, str]], common: Sequence[str], settings: Sequence[str], ranks: int
 ) -> list[list[Ended]]:
     """For each job what each rank came to."""
-    by_rank = launch(_rank, (list(jobs), list(common), list(settings)), ranks)
+    by_rank = launch(_rank, (list(jobs), list(common), list(settings)), ranks, preload=LOADED)
     return [[trained[job] for trained in by_rank] for job in range(len(jobs))]
 
 

@@ -59,6 +59,10 @@ def listening_addresses() -> set[str]:
     return found
 
 
+FORKED = ("torch",)
+"""Ranks start at once where it does not matter how they start; other tests start fresh interpreters."""
+
+
 def fail(mode: str) -> None:
     with init_ranks("cpu", timeout_s=60) as ranks:
         if ranks.rank == 1:
@@ -143,7 +147,7 @@ def test_an_existing_group_is_used_and_left_alone() -> None:
 
 def test_an_error_of_ours_keeps_its_class_and_names_the_rank(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InputError) as caught:
-        launch(fail, ("ours",), ranks=2)
+        launch(fail, ("ours",), ranks=2, preload=FORKED)
     assert str(caught.value) == "rank 1: the rows are wrong"
     # The launcher raises; neither the ranks nor torch's agent print anything of their own.
     assert "Traceback" not in capfd.readouterr().err
@@ -165,7 +169,7 @@ def lines_of(error: BaseException) -> list[str]:
 
 def test_an_error_of_ours_is_printed_once_with_the_users_frame() -> None:
     with pytest.raises(RoutingError) as caught:
-        launch(raise_inside, (1,), ranks=2)
+        launch(raise_inside, (1,), ranks=2, preload=FORKED)
     error = caught.value
     assert str(error).startswith("rank 1: expert id 9 of token 0") and str(error).count("rank ") == 1
     lines = lines_of(error)
@@ -178,7 +182,7 @@ def test_an_error_of_ours_is_printed_once_with_the_users_frame() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_whole_traceback_is_kept_where_it_is_wanted(ranks: int) -> None:
     with pytest.raises(RoutingError) as caught:
-        launch(raise_inside, (0,), ranks=ranks, tracebacks=True)
+        launch(raise_inside, (0,), ranks=ranks, tracebacks=True, preload=FORKED)
     assert "in raise_inside" in caught.value.details and "moe_comm/dispatch/" in caught.value.details
 
 
@@ -192,14 +196,14 @@ def test_in_the_callers_own_process_frames_of_packages_are_left_out() -> None:
 
 def test_a_bug_in_a_rank_comes_with_its_traceback() -> None:
     with pytest.raises(RankFailed) as caught:
-        launch(fail, ("bug",), ranks=2)
+        launch(fail, ("bug",), ranks=2, preload=FORKED)
     assert str(caught.value) == "rank 1 failed with ZeroDivisionError: a bug"
     assert 'raise ZeroDivisionError("a bug")' in caught.value.details
 
 
 def test_what_a_rank_raised_between_operations_is_the_cause_and_not_what_its_peers_were_told() -> None:
     with pytest.raises(RankFailed, match=r"^rank 1 failed with ZeroDivisionError: a bug(\n|$)"):
-        launch(fail_between_operations, ranks=2)
+        launch(fail_between_operations, ranks=2, preload=FORKED)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +216,7 @@ def test_what_a_rank_raised_between_operations_is_the_cause_and_not_what_its_pee
 )
 def test_a_rank_that_ends_silently_is_the_cause_and_not_what_its_peers_saw(how: str, told: str) -> None:
     with pytest.raises(RankFailed, match=rf"^rank 1 \(pid \d+\) {told}"):
-        launch(fail, (how,), ranks=2)
+        launch(fail, (how,), ranks=2, preload=FORKED)
 
 
 def fail_at_first(folder: str, how: str, times: int) -> tuple[int, int]:
@@ -234,18 +238,20 @@ def fail_at_first(folder: str, how: str, times: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("how", ["killed", "raised"])
 def test_a_failed_rank_has_all_started_again_and_meeting_anew(how: str, tmp_path: Path) -> None:
-    assert launch(fail_at_first, (str(tmp_path), how, 1), ranks=2, restarts=2) == [(2, 1), (2, 1)]
+    assert launch(
+        fail_at_first, (str(tmp_path), how, 1), ranks=2, restarts=2, preload=() if how == "killed" else FORKED
+    ) == [(2, 1), (2, 1)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.0", "0.1", "1.0", "1.1"]
 
 
 def test_after_the_last_restart_its_own_cause_is_raised(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"^rank 1: attempt 1\n"):
-        launch(fail_at_first, (str(tmp_path), "raised", 5), ranks=2, restarts=1)
+        launch(fail_at_first, (str(tmp_path), "raised", 5), ranks=2, restarts=1, preload=FORKED)
 
 
 def test_what_the_user_has_to_mend_is_not_tried_again(tmp_path: Path) -> None:
     with pytest.raises(RoutingError, match=r"^rank 1: attempt 0\n"):
-        launch(fail_at_first, (str(tmp_path), "refused", 1), ranks=2, restarts=2)
+        launch(fail_at_first, (str(tmp_path), "refused", 1), ranks=2, restarts=2, preload=FORKED)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.0", "1.0"]
 
 
@@ -308,7 +314,7 @@ def test_otherwise_a_signal_is_an_interruption(tmp_path: Path, how: str, kind: s
 def test_an_error_on_the_way_out_is_told(tmp_path: Path) -> None:
     thread = signal_when_ready(tmp_path, signal.SIGTERM)
     with pytest.raises(InputError, match="could not finish"):
-        launch(stop_when_told, (str(tmp_path), "fails"), ranks=2, restarts=1)
+        launch(stop_when_told, (str(tmp_path), "fails"), ranks=2, restarts=1, preload=FORKED)
     thread.join()
 
 
