@@ -19,8 +19,8 @@ from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.shared_memory import SharedMemoryDispatcher
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.kernels.expert_mlp import ExpertLinear
+from moe_comm.overlap.checks import weights_fault
 from moe_comm.overlap.chunked import Overlap
-from moe_comm.overlap.executors.checks import weights_fault
 from moe_comm.overlap.executors.chunked_rows import ChunkedDispatch
 from moe_comm.overlap.executors.device import fused_choice, fused_dispatch, fused_fault
 from moe_comm.overlap.executors.grouped import grouped

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_comm.dispatch.types import Layout
 from moe_comm.kernels.expert_mlp import ExpertLinear
-from moe_comm.overlap.executors.checks import combine_fault
+from moe_comm.overlap.checks import combine_fault
 from moe_comm.overlap.executors.chunked_rows import ChunkedDispatch
 from moe_comm.overlap.executors.device import fused_combine
 from moe_comm.overlap.executors.grouped import grouped

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from moe_comm.bench.overlap.timeline import PRODUCT, ROWS, TRANSFER, WAIT, Span, Step, lanes, record, recording
 from moe_comm.bench.overlap.timeline_files import TRACKS, perfetto, picture
 from moe_comm.comm.channel import Channel
+from moe_comm.comm.meeting import communicator_of
+from moe_comm.kernels import expert_mlp as user
 from moe_comm.kernels import expert_mm as kernel
-from moe_comm.overlap import matmul_combine
 from tests.pool import RankPool
 
 
@@ -22,14 +23,14 @@ def late_transfer(rank: int, world: int, arg: None) -> Step:
     """A transfer that cannot end before rank 0 has computed: rank 1 sends its part only then."""
     group = dist.group.WORLD
     assert group is not None
-    channel = Channel(group, rank, world, 30)
+    channel = Channel(communicator_of(group), 30.0)
     a, out, done = torch.ones(16, 16), torch.empty(16, 16), torch.zeros(1)
 
     def step() -> None:
         if rank == 1:
             dist.recv(done, 0)
         coming = channel.start_all_gather(a, "rows of a step")
-        matmul_combine.expert_mm(a, a, out)
+        user.expert_mm(a, a, out)
         if rank == 0:
             dist.send(done, 1)
         coming()
@@ -68,19 +69,19 @@ def test_a_transfer_lasts_until_it_has_arrived_and_covers_the_product_meanwhile(
 
 
 def test_the_library_is_as_it_was_after_recording() -> None:
-    before = (kernel.expert_mm, matmul_combine.expert_mm, Channel._start)
+    before = (kernel.expert_mm, user.expert_mm, Channel._start)
     a, out = torch.ones(4, 16), torch.empty(4, 16)
     with recording() as recorder:
-        assert matmul_combine.expert_mm is not before[1] and Channel._start is not before[2]
-        matmul_combine.expert_mm(a, torch.eye(16), out)
+        assert user.expert_mm is not before[1] and Channel._start is not before[2]
+        user.expert_mm(a, torch.eye(16), out)
         with pytest.raises(RuntimeError):
-            matmul_combine.expert_mm(a, a, out)
-    assert (kernel.expert_mm, matmul_combine.expert_mm, Channel._start) == before
+            user.expert_mm(a, a, out)
+    assert (kernel.expert_mm, user.expert_mm, Channel._start) == before
     # expert_mm is made of product_into, which is no product of its own.
     assert [span.kind for span in recorder.spans] == [PRODUCT, PRODUCT] and torch.equal(out, a)
     with pytest.raises(KeyError), recording():
         raise KeyError
-    assert (kernel.expert_mm, matmul_combine.expert_mm, Channel._start) == before
+    assert (kernel.expert_mm, user.expert_mm, Channel._start) == before
 
 
 MADE = (

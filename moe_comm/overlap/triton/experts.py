@@ -30,7 +30,7 @@ from moe_comm.errors import ConfigError, InputError, MoeCommError
 from moe_comm.kernels.expert_mm import product_into
 from moe_comm.kernels.triton.interpreter import INTERPRETING
 from moe_comm.kernels.wanted import wanted_gradients
-from moe_comm.overlap.executors.checks import combine_fault, weights_fault
+from moe_comm.overlap.checks import combine_fault, weights_fault
 from moe_comm.overlap.ring import Ring
 from moe_comm.overlap.triton.launch import TritonPassage, run_combine, run_dispatch
 from moe_comm.overlap.triton.memory import NOT_INTERPRETED
