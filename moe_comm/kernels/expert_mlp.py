@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moe_comm.errors import InputError
 from moe_comm.kernels.activations import Activation
-from moe_comm.kernels.expert_mm import align, each_expert, expert_mm, product_into
+from moe_comm.kernels.expert_mm import aligned, each_expert, expert_mm, may_misalign, product_into
 
 Alloc = Callable[[int, int, torch.dtype, torch.device], Tensor]
 """(rows, width, dtype, device) to an uninitialised [rows, width] tensor."""
@@ -204,8 +204,8 @@ class _MLPForward(ExpertForward):
         self._h_RG = alloc(rows_RD.shape[0] if keep else largest, width_h, dtype, device)
         self.saved_RG = self._h_RG if keep else None
         self._act_RF = alloc(largest, w2_EDF.shape[2], dtype, device)
-        self._aligned, self._aligned_w13, self._aligned_w2 = align(rows_RD), align(w13_EGD), align(w2_EDF)
-        self._w13, self._w2 = w13_EGD.unbind(0), w2_EDF.unbind(0)
+        self._odd = may_misalign(rows_RD)
+        self._w13, self._w2 = _each(w13_EGD), _each(w2_EDF)
         self._b13, self._b2 = each_expert(b13_EG, experts), each_expert(b2_ED, experts)
 
     def row_range(self, expert: int, rows: slice) -> None:
@@ -221,9 +221,10 @@ class _MLPForward(ExpertForward):
 
     def _run(self, e: int, rows_rD: Tensor, h_rG: Tensor, out_rD: Tensor) -> None:
         act_rF = self._act_RF[: rows_rD.shape[0]]
-        expert_mm(self._aligned(rows_rD), self._aligned_w13(self._w13[e]).t(), h_rG, self._b13[e])
+        rows_rD = aligned(rows_rD) if self._odd else rows_rD
+        expert_mm(rows_rD, self._w13[e].t(), h_rG, self._b13[e])
         self._activation.forward(h_rG, act_rF)
-        expert_mm(act_rF, self._aligned_w2(self._w2[e]).t(), out_rD, self._b2[e])
+        expert_mm(act_rF, self._w2[e].t(), out_rD, self._b2[e])
 
 
 class _MLPBackward(ExpertBackward):
@@ -250,10 +251,9 @@ class _MLPBackward(ExpertBackward):
         room = max(sizes, default=0) if whole else rows_RD.shape[0]
         self._act_RF = alloc(room, w2_EDF.shape[2], dtype, device)
         self._grad_h_RG = alloc(room, w13_EGD.shape[1], dtype, device)
-        self._aligned, self._aligned_grad = align(rows_RD), align(grad_RD)
-        self._aligned_w13, self._aligned_w2 = align(w13_EGD), align(w2_EDF)
-        self._aligned_act, self._aligned_grad_h = align(self._act_RF), align(self._grad_h_RG)
-        self._w13, self._w2, self._b13 = w13_EGD.unbind(0), w2_EDF.unbind(0), each_expert(b13_EG, w13_EGD.shape[0])
+        self._odd, self._odd_grad = may_misalign(rows_RD), may_misalign(grad_RD)
+        self._odd_act, self._odd_grad_h = may_misalign(self._act_RF), may_misalign(self._grad_h_RG)
+        self._w13, self._w2, self._b13 = _each(w13_EGD), _each(w2_EDF), each_expert(b13_EG, w13_EGD.shape[0])
         self._starts = starts_of(sizes)
 
     def row_range(self, expert: int, rows: slice) -> None:
@@ -263,17 +263,17 @@ class _MLPBackward(ExpertBackward):
             h = self._saved_RG[rows]
         else:
             h = grad_h  # whose place it takes, and which is written once it has been read
-            w13 = self._aligned_w13(self._w13[expert])
-            expert_mm(self._aligned(self._rows_RD[rows]), w13.t(), h, self._b13[expert])
+            rows_rD = aligned(self._rows_RD[rows]) if self._odd else self._rows_RD[rows]
+            expert_mm(rows_rD, self._w13[expert].t(), h, self._b13[expert])
         if self._through:
-            expert_mm(self._aligned_grad(grad), self._aligned_w2(self._w2[expert]), act)
+            expert_mm(aligned(grad) if self._odd_grad else grad, self._w2[expert], act)
             # The activation takes the place of its gradient, which is read first.
             self._activation.backward(h, act, grad_h, act)
         elif self._weights[1]:
             self._activation.forward(h, act)
         if self._grad_rows_RD is not None:
-            w13 = self._aligned_w13(self._w13[expert])
-            expert_mm(self._aligned_grad_h(grad_h), w13, self._grad_rows_RD[rows])
+            grad_h = aligned(grad_h) if self._odd_grad_h else grad_h
+            expert_mm(grad_h, self._w13[expert], self._grad_rows_RD[rows])
 
     def weights_of(self, expert: int, into: Sequence[Tensor | None]) -> None:
         w13, w2, b13, b2 = into
@@ -287,11 +287,13 @@ class _MLPBackward(ExpertBackward):
         room = slice(0, size) if self._scratch else rows
         grad, grad_h = self._grad_RD[rows], self._grad_h_RG[room]
         if w2 is not None:
-            product_into(self._aligned_grad(grad).t(), self._aligned_act(self._act_RF[room]), w2)
+            act = aligned(self._act_RF[room]) if self._odd_act else self._act_RF[room]
+            product_into((aligned(grad) if self._odd_grad else grad).t(), act, w2)
         if b2 is not None:
             torch.sum(grad, 0, out=b2)
         if w13 is not None:
-            product_into(self._aligned_grad_h(grad_h).t(), self._aligned(self._rows_RD[rows]), w13)
+            rows_rD = aligned(self._rows_RD[rows]) if self._odd else self._rows_RD[rows]
+            product_into((aligned(grad_h) if self._odd_grad_h else grad_h).t(), rows_rD, w13)
         if b13 is not None:
             torch.sum(grad_h, 0, out=b13)
 
@@ -333,11 +335,12 @@ class ExpertLinear(LocalExperts):
 class _LinearForward(ExpertForward):
     def __init__(self, w_EGD: Tensor, rows_RD: Tensor, out_RG: Tensor, sizes: Sizes) -> None:
         self._rows_RD, self._out_RG, self._sizes = rows_RD, out_RG, sizes
-        self._aligned, self._aligned_w, self._w = align(rows_RD), align(w_EGD), w_EGD.unbind(0)
+        self._odd, self._w = may_misalign(rows_RD), _each(w_EGD)
 
     def row_range(self, expert: int, rows: slice) -> None:
-        w = self._aligned_w(self._w[expert])
-        expert_mm(self._aligned(self._rows_RD[rows]), w.t(), self._out_RG[rows])
+        w = self._w[expert]
+        rows_rD = aligned(self._rows_RD[rows]) if self._odd else self._rows_RD[rows]
+        expert_mm(rows_rD, w.t(), self._out_RG[rows])
 
     def all_rows(self) -> None:
         first = 0
@@ -350,13 +353,13 @@ class _LinearForward(ExpertForward):
 class _LinearBackward(ExpertBackward):
     def __init__(self, w_EGD: Tensor, rows_RD: Tensor, grad_RG: Tensor, sizes: Sizes, wanted: Wanted) -> None:
         self._rows_RD, self._grad_RG, self._grad_rows_RD = rows_RD, grad_RG, wanted.grad_rows_RD
-        self._aligned, self._aligned_grad, self._aligned_w = align(rows_RD), align(grad_RG), align(w_EGD)
-        self._w, self._sizes, self._starts = w_EGD.unbind(0), sizes, starts_of(sizes)
+        self._odd, self._odd_grad = may_misalign(rows_RD), may_misalign(grad_RG)
+        self._w, self._sizes, self._starts = _each(w_EGD), sizes, starts_of(sizes)
 
     def row_range(self, expert: int, rows: slice) -> None:
         if self._grad_rows_RD is not None:
-            grad = self._aligned_grad(self._grad_RG[rows])
-            expert_mm(grad, self._aligned_w(self._w[expert]), self._grad_rows_RD[rows])
+            grad = aligned(self._grad_RG[rows]) if self._odd_grad else self._grad_RG[rows]
+            expert_mm(grad, self._w[expert], self._grad_rows_RD[rows])
 
     def weights_of(self, expert: int, into: Sequence[Tensor | None]) -> None:
         (into_GD,) = into
@@ -366,14 +369,19 @@ class _LinearBackward(ExpertBackward):
             into_GD.zero_()
             return
         rows = slice(self._starts[expert], self._starts[expert + 1])
-        grad = self._aligned_grad(self._grad_RG[rows])
-        product_into(grad.t(), self._aligned(self._rows_RD[rows]), into_GD)
+        grad = aligned(self._grad_RG[rows]) if self._odd_grad else self._grad_RG[rows]
+        product_into(grad.t(), aligned(self._rows_RD[rows]) if self._odd else self._rows_RD[rows], into_GD)
 
     def all_rows(self, grads: Sequence[Tensor | None]) -> None:
         for expert, into in enumerate(zip(*by_expert(grads, len(self._sizes)), strict=True)):
             if self._sizes[expert]:
                 self.row_range(expert, slice(self._starts[expert], self._starts[expert + 1]))
             self.weights_of(expert, into)
+
+
+def _each(w_EXY: Tensor) -> Sequence[Tensor]:
+    """Each expert's weights, aligned."""
+    return [aligned(w) for w in w_EXY.unbind(0)] if w_EXY.shape[0] and may_misalign(w_EXY) else w_EXY.unbind(0)
 
 
 def starts_of(sizes: Sizes) -> list[int]:

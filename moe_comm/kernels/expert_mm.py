@@ -22,8 +22,12 @@ FEW = 4
 
 def align(x: Tensor) -> Callable[[Tensor], Tensor]:
     """What makes slices of ``x`` along its first dimension aligned. There may be hundreds, so they are asked once."""
-    every = x.data_ptr() % ALIGNMENT == 0 and x.stride(0) * x.element_size() % ALIGNMENT == 0
-    return _as_it_is if every else _aligned
+    return aligned if may_misalign(x) else _as_it_is
+
+
+def may_misalign(x: Tensor) -> bool:
+    """Whether slices of ``x`` along its first dimension may begin within a cache line, and have to be ``aligned``."""
+    return x.data_ptr() % ALIGNMENT != 0 or x.stride(0) * x.element_size() % ALIGNMENT != 0
 
 
 def each_expert(x_E: Tensor | None, num_experts: int) -> Sequence[Tensor | None]:
@@ -34,7 +38,13 @@ def each_expert(x_E: Tensor | None, num_experts: int) -> Sequence[Tensor | None]
 def expert_mm(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None = None) -> None:
     """out = a @ b + bias. ``a`` and ``b`` are aligned. On CPUs the same bits for a row of ``a`` for every M."""
     rows = a_MK.shape[0]
-    if a_MK.device.type == "cpu" and (a_MK.shape[1] % TILE or out_MN.shape[1] % TILE):
+    whole = a_MK.device.type != "cpu" or not (a_MK.shape[1] % TILE or out_MN.shape[1] % TILE)
+    if whole and rows >= FEW and out_MN.data_ptr() % ALIGNMENT == 0:
+        if bias_N is None:
+            torch.mm(a_MK, b_KN, out=out_MN)
+        else:
+            torch.addmm(bias_N, a_MK, b_KN, out=out_MN)
+    elif not whole:
         row_invariant_mm(a_MK, b_KN, out_MN)
         if bias_N is not None:
             out_MN.add_(bias_N)
@@ -61,7 +71,8 @@ def _mm(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None) -> No
         torch.addmm(bias_N, a_MK, b_KN, out=out_MN)
 
 
-def _aligned(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
+    """``x``, or a copy that begins on a cache line."""
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
 
 

@@ -43,6 +43,8 @@ def _triton_is_installed() -> bool:
 
 def for_triton(*tensors: Tensor | None) -> bool:
     """Whether Triton kernels take all that are not None: plain tensors on a GPU, not while a compiler traces."""
+    if tensors and tensors[0] is not None and tensors[0].device.type not in TRITON_DEVICES:
+        return False
     return (
         all(t is None or (t.device.type in TRITON_DEVICES and type(t) in (Tensor, nn.Parameter)) for t in tensors)
         and not torch.compiler.is_compiling()

@@ -47,7 +47,8 @@ def _row_invariant_mm(a_MK: Tensor, b_KN: Tensor, out: Tensor | None) -> Tensor:
     direct = out is not None and n % TILE == 0
     out_MN = out if out is not None and direct else a_MK.new_empty(m, _up(n))
     if out_MN.numel():
-        b_KN = _padded(b_KN, _up(k), _up(n))
+        if k % TILE or n % TILE:
+            b_KN = _padded(b_KN, _up(k), _up(n))
         if a_MK.shape[1] % TILE or a_MK.data_ptr() % 64:
             a_MK = _padded(a_MK, _up(m), _up(k)).contiguous()
             a_MK = a_MK.clone() if a_MK.data_ptr() % 64 else a_MK

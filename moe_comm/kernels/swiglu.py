@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_comm.errors import InputError
+from moe_comm.kernels import native
 from moe_comm.kernels.native import for_triton
 from moe_comm.kernels.pointwise import sigmoid_values
 
@@ -31,16 +32,6 @@ def _native() -> Any:
     except ImportError:
         return None
     return _C
-
-
-def _runs_native(*tensors: Tensor) -> bool:
-    first = tensors[0]
-    return (
-        first.device.type == "cpu"
-        and first.dtype in NATIVE_DTYPES
-        and all(t.dtype == first.dtype and t.stride(1) == 1 for t in tensors)
-        and _native() is not None
-    )
 
 
 def _runs_in_triton(*tensors: Tensor) -> bool:
@@ -64,21 +55,27 @@ def swiglu_forward(h_RG: Tensor, out_RF: Tensor) -> None:
         h_RG: [R, 2F] gate | up; rows may be any distance apart.
         out_RF: [R, F] of the same dtype, contiguous.
     """
+    code = NATIVE_DTYPES.get(h_RG.dtype)
+    if (
+        code is not None
+        and h_RG.device.type == "cpu"
+        and h_RG.shape == (out_RF.shape[0], 2 * out_RF.shape[1])
+        and out_RF.dtype == h_RG.dtype
+        and h_RG.stride(1) == 1
+        and out_RF.is_contiguous()
+        and (core := _native()) is not None
+        and "cpu" not in native.TRITON_DEVICES
+    ):
+        rows, width = out_RF.shape
+        core.swiglu_forward(
+            h_RG.data_ptr(), h_RG.stride(0), out_RF.data_ptr(), rows, width, code, torch.get_num_threads()
+        )
+        return
     _check(h_RG, out_RF)
     if _runs_in_triton(h_RG, out_RF):
         from moe_comm.kernels.triton import swiglu as on_gpu
 
         on_gpu.swiglu_forward(h_RG, out_RF)
-        return
-    if _runs_native(h_RG, out_RF) and out_RF.is_contiguous():
-        _native().swiglu_forward(
-            h_RG.data_ptr(),
-            h_RG.stride(0),
-            out_RF.data_ptr(),
-            *out_RF.shape,
-            NATIVE_DTYPES[h_RG.dtype],
-            torch.get_num_threads(),
-        )
         return
     swiglu_forward_reference(h_RG, out_RF)
 
@@ -94,24 +91,40 @@ def swiglu_backward(h_RG: Tensor, grad_RF: Tensor, grad_h_RG: Tensor, act_RF: Te
         grad_h_RG: [R, 2F] contiguous; may be the same memory as ``h_RG``.
         act_RF: [R, F] contiguous.
     """
+    code = NATIVE_DTYPES.get(h_RG.dtype)
+    if (
+        code is not None
+        and h_RG.device.type == "cpu"
+        and h_RG.shape == (grad_RF.shape[0], 2 * grad_RF.shape[1]) == grad_h_RG.shape
+        and h_RG.dtype == grad_RF.dtype == grad_h_RG.dtype
+        and h_RG.stride(1) == 1
+        and grad_RF.is_contiguous()
+        and grad_h_RG.is_contiguous()
+        and (
+            act_RF is None or (act_RF.shape == grad_RF.shape and act_RF.dtype == h_RG.dtype and act_RF.is_contiguous())
+        )
+        and (core := _native()) is not None
+        and "cpu" not in native.TRITON_DEVICES
+    ):
+        rows, width = grad_RF.shape
+        core.swiglu_backward(
+            h_RG.data_ptr(),
+            h_RG.stride(0),
+            grad_RF.data_ptr(),
+            grad_h_RG.data_ptr(),
+            0 if act_RF is None else act_RF.data_ptr(),
+            rows,
+            width,
+            code,
+            torch.get_num_threads(),
+        )
+        return
     _check(h_RG, grad_RF, *(() if act_RF is None else (act_RF,)))
     tensors = (h_RG, grad_RF, grad_h_RG) if act_RF is None else (h_RG, grad_RF, grad_h_RG, act_RF)
     if _runs_in_triton(*tensors):
         from moe_comm.kernels.triton import swiglu as on_gpu
 
         on_gpu.swiglu_backward(h_RG, grad_RF, grad_h_RG, act_RF)
-        return
-    if _runs_native(*tensors) and all(t.is_contiguous() for t in tensors[1:]):
-        _native().swiglu_backward(
-            h_RG.data_ptr(),
-            h_RG.stride(0),
-            grad_RF.data_ptr(),
-            grad_h_RG.data_ptr(),
-            0 if act_RF is None else act_RF.data_ptr(),
-            *grad_RF.shape,
-            NATIVE_DTYPES[h_RG.dtype],
-            torch.get_num_threads(),
-        )
         return
     swiglu_backward_reference(h_RG, grad_RF, grad_h_RG, act_RF)
 
