@@ -13,12 +13,14 @@ def wanted_gradients(ctx: Any) -> tuple[bool, ...]:
     ``needs_input_grad`` says which inputs can have a gradient. A pipeline schedule that splits the backward runs a
     function twice, once for its rows' gradient and once for its weights', and would pay for both each time.
     """
-    edges = iter([node for node, _ in ctx.next_functions if node is not None])
-    return tuple(needs and _runs(next(edges)) for needs in ctx.needs_input_grad)
-
-
-def _runs(node: Any) -> bool:
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # torch's answer for a leaf that torch.autograd.grad was asked for
-        return True
+    wanted, edges = list(ctx.needs_input_grad), iter(ctx.next_functions)
+    for place, needs in enumerate(wanted):
+        if needs:
+            node = None
+            while node is None:
+                node = next(edges)[0]
+            try:
+                wanted[place] = torch._C._will_engine_execute_node(node)
+            except RuntimeError:  # torch's answer for a leaf that torch.autograd.grad was asked for
+                wanted[place] = True
+    return tuple(wanted)

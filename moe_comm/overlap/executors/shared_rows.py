@@ -150,6 +150,8 @@ class SharedSend(RowSend):
     Attributes:
         complete: whether the rows of all peers are complete, and the group is free for its next operation.
         on_complete: called once it is complete.
+        in_turn: take one group of peers at a time, so that results return group by group; else all that are complete,
+            for larger products.
 
     Args:
         check: compares the rows with their checksums, collectively, if there are any.
@@ -164,6 +166,7 @@ class SharedSend(RowSend):
         self._arriving = arriving
         self.complete = False
         self.on_complete: Callable[[], None] | None = None
+        self.in_turn = False
         if arriving is not None:
             self.rows_RD = arriving.rows_RD
 
@@ -175,6 +178,8 @@ class SharedSend(RowSend):
                 with _waiting(Kind.DISPATCH, self._label):
                     _open(arriving).next([peer for peer in left if peer not in ready])
             return ()
+        if self.in_turn:
+            ready = ready[: self._size]
         self._left = [peer for peer in left if peer not in ready]
         if not self._left and self.on_complete is not None:
             self.close()
@@ -241,6 +246,8 @@ class SharedReturn(RowReturn):
             self._fault = error.with_traceback(None)
         if self._fault is not None and after is not None:
             after.close()
+        if after is not None:
+            after.in_turn = True
         if after is None or after.complete:
             self._open()
         else:

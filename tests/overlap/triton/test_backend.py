@@ -14,6 +14,8 @@ from moe_comm.comm.communicator import CollectiveOptions
 from moe_comm.comm.meeting import configure_collectives
 from moe_comm.dispatch.all_to_all import AllToAllDispatcher
 from moe_comm.errors import ConfigError, MissingDependency
+from moe_comm.kernels.activations import activation_of
+from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.overlap import chunked
 from moe_comm.overlap import dispatch_matmul as dispatching
 from moe_comm.overlap import gather_matmul as gathering
@@ -168,6 +170,37 @@ def _stored_experts(rank: int, world: int, arg: None) -> None:
 @needs_triton
 def test_a_stored_choice_is_obeyed_by_the_operators_for_experts(interpreting: RankPool) -> None:
     interpreting.run(_stored_experts)
+
+
+def _layer(rank: int, dispatcher: AllToAllDispatcher, overlap: Overlap | None, bias: bool = False) -> list[Tensor]:
+    ids = torch.stack(
+        [torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(T * rank + t)) for t in range(T)]
+    )
+    x, weights = whole(T, D, seed=rank).requires_grad_(), whole(T, K, seed=30 + rank).requires_grad_()
+    w13, w2 = whole(2, N, D, seed=40 + rank).requires_grad_(), whole(2, D, N, seed=50 + rank).requires_grad_()
+    call = dispatch_rows(dispatcher, x, ids[:, :K], weights, overlap, width=N)
+    b2 = torch.zeros(2, D) if bias else None
+    with call.abort_on_error():
+        mlp = ExpertMLP((w13, w2, None, b2), activation_of("relu"))
+        rows = call.compute(call.rows, call.layout.rows_per_expert, mlp)
+    y = call.combine(rows)
+    return [y.detach(), *torch.autograd.grad(y, (x, w13, w2, weights), whole(*y.shape, seed=60 + rank))]
+
+
+def _whole_layer(rank: int, world: int, arg: None) -> None:
+    interpreted("experts")
+    dispatcher = AllToAllDispatcher(ExpertPlacement.of(EXPERTS, WORLD), dist.group.WORLD, rank)
+    wanted = _layer(rank, dispatcher, None)
+    for overlap in (Overlap(executor="device"), FUSED, Overlap("auto", backend="triton")):
+        found = _layer(rank, dispatcher, overlap)
+        assert all(map(torch.equal, found, wanted))
+    with pytest.raises(ConfigError, match="experts without biases"):
+        _layer(rank, dispatcher, FUSED, bias=True)
+
+
+@needs_triton
+def test_the_device_executor_gives_the_numbers_of_the_serial_one(interpreting: RankPool) -> None:
+    interpreting.run(_whole_layer)
 
 
 # --- without the interpreter ---

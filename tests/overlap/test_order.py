@@ -1,0 +1,452 @@
+"""The order of transfers and products, for every operator and executor that overlaps them; not their bits.
+
+    arrivals     rank 1 holds back its last transfer until rank 0 has computed what has arrived before it
+    departures   rank 0 holds back a product until rank 1 has the results of the products before it
+
+The ranks wait for each other through a store, so a version that receives everything before it computes, or computes
+everything before it sends, waits until the store's deadline and fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_comm.comm.channel import Channel, Coming
+from moe_comm.comm.communicator import CollectiveOptions
+from moe_comm.comm.meeting import configure_collectives
+from moe_comm.dispatch import DispatchOptions
+from moe_comm.dispatch.all_to_all import AllToAllDispatcher
+from moe_comm.dispatch.native import ArrivingRows, LeavingRows
+from moe_comm.dispatch.shared_memory import SharedMemoryDispatcher
+from moe_comm.kernels import expert_mlp
+from moe_comm.kernels.activations import activation_of
+from moe_comm.kernels.expert_mlp import ExpertMLP
+from moe_comm.overlap import chunked, ulysses
+from moe_comm.overlap.chunked import Overlap
+from moe_comm.overlap.crossing import Parts, Piece
+from moe_comm.overlap.dispatch_matmul import dispatch_matmul
+from moe_comm.overlap.executors import pipelined
+from moe_comm.overlap.executors.choice import dispatch_rows
+from moe_comm.overlap.executors.pipelined import run_ranges
+from moe_comm.overlap.executors.transport import RowReturn, RowSend
+from moe_comm.overlap.gather_matmul import gather_matmul
+from moe_comm.overlap.matmul_combine import matmul_combine
+from moe_comm.overlap.matmul_scatter import matmul_scatter
+from moe_comm.overlap.ulysses import matmul_swap, swap_matmul
+from moe_comm.topology import ExpertPlacement
+from tests.layers.reference import draw
+from tests.pool import RankPool
+
+D, F, ROWS, TOKENS = 16, 32, 64, 8
+CHUNKED = Overlap(2, 1, backend="chunked", executor="pipelined")
+LARGE = 64
+"""Elements from which a transfer is one of rows, and not of a handshake or of weights."""
+
+Run = Callable[[int], Tensor]
+"""A rank's forward pass."""
+
+
+@dataclass
+class Gate:
+    """What one rank does before another may go on."""
+
+    store: dist.Store
+    name: str
+    patience: float = 20.0
+    used: bool = False
+
+    def open(self) -> None:
+        self.used = True
+        self.store.set(self.name, "")
+
+    def wait(self) -> None:
+        self.used = True
+        self.store.wait([self.name], timedelta(seconds=self.patience))
+
+
+@contextlib.contextmanager
+def _transfers(before: Callable[[int], None], taken: Callable[[int], None]) -> Iterator[None]:
+    """Call ``before`` as this rank starts its n-th transfer of rows, and ``taken`` once it has what that brings."""
+    count = 0
+
+    def noting(real: Callable[..., Coming]) -> Callable[..., Coming]:
+        def start(self: Channel, rows: Tensor, *args: Any) -> Coming:
+            nonlocal count
+            if rows.numel() < LARGE or not rows.is_floating_point():
+                return real(self, rows, *args)
+            number, count = count, count + 1
+            before(number)
+            coming = real(self, rows, *args)
+
+            def take() -> Tensor:
+                found = coming()
+                taken(number)
+                return found
+
+            return replace(coming, take=take)
+
+        return start
+
+    with (
+        mock.patch.object(Channel, "start_all_to_all", noting(Channel.start_all_to_all)),
+        mock.patch.object(Channel, "start_all_gather", noting(Channel.start_all_gather)),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _products(before: Callable[[int], None], after: Callable[[int], None]) -> Iterator[None]:
+    """Call ``before`` and ``after`` around this rank's n-th product."""
+    count = 0
+
+    def noting(real: Callable[..., Any]) -> Callable[..., Any]:
+        def product(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            number, count = count, count + 1
+            before(number)
+            found = real(*args, **kwargs)
+            after(number)
+            return found
+
+        return product
+
+    with contextlib.ExitStack() as stack:
+        for module, name in ((expert_mlp, "expert_mm"), (chunked, "row_invariant_mm"), (ulysses, "row_invariant_mm")):
+            stack.enter_context(mock.patch.object(module, name, noting(getattr(module, name))))
+        yield
+
+
+def _nothing(_: int) -> None:
+    pass
+
+
+def _linear(operator: Callable[..., Tensor], rows: int, columns: int, weight: tuple[int, int]) -> Run:
+    def run(rank: int) -> Tensor:
+        x = draw(rows, columns, seed=rank).requires_grad_()
+        return operator(x, draw(*weight, seed=9), dist.group.WORLD, CHUNKED)
+
+    return run
+
+
+def _dispatcher(rank: int, world: int) -> AllToAllDispatcher:
+    group = dist.group.WORLD
+    assert group is not None
+    return AllToAllDispatcher(ExpertPlacement.of(2 * world, world), group, rank, DispatchOptions(timeout_s=30))
+
+
+def _other_ranks_experts(rank: int) -> Tensor:
+    """[T, 1] of two ranks with two experts each: none of a rank's tokens stays on it, so that no product is of own
+    rows, and a chunk is one expert."""
+    return (torch.arange(TOKENS) % 2 + 2 * (1 - rank)).unsqueeze(1)
+
+
+def _first(rank: int) -> Tensor:
+    x, w = draw(TOKENS, D, seed=rank).requires_grad_(), draw(2, F, D, seed=9)
+    return dispatch_matmul(_dispatcher(rank, 2), x, _other_ranks_experts(rank), w, CHUNKED)[0]
+
+
+def _last(rank: int) -> Callable[[], Tensor]:
+    h, dispatch = dispatch_matmul(
+        _dispatcher(rank, 2), draw(TOKENS, D, seed=rank), _other_ranks_experts(rank), draw(2, F, D, seed=9), CHUNKED
+    )
+    return lambda: matmul_combine(h.requires_grad_(), draw(2, D, F, seed=8), torch.ones(TOKENS, 1), dispatch)
+
+
+def _layer(rank: int) -> Tensor:
+    x, ids = draw(TOKENS, D, seed=rank).requires_grad_(), _other_ranks_experts(rank)
+    call = dispatch_rows(_dispatcher(rank, 2), x, ids, torch.ones(TOKENS, 1), CHUNKED, width=F)
+    mlp = ExpertMLP((draw(2, 2 * F, D, seed=9), draw(2, D, F, seed=8), None, None), activation_of("swiglu"))
+    return call.combine(call.compute(call.rows, call.layout.rows_per_expert, mlp))
+
+
+RUNS: dict[str, Run] = {
+    "gather_matmul": _linear(gather_matmul, ROWS, D, (F, D)),
+    "matmul_scatter": _linear(matmul_scatter, 2 * ROWS, D, (F, D)),
+    "swap_matmul": _linear(swap_matmul, 2 * ROWS, D, (F, 2 * D)),
+    "matmul_swap": _linear(matmul_swap, ROWS, D, (F, D)),
+    "dispatch_matmul": _first,
+    "matmul_combine": lambda rank: _last(rank)(),
+    "layer": _layer,
+}
+
+
+def _passes(rank: int, name: str, direction: str) -> Callable[[], object]:
+    """The pass of an operator that is looked at; what comes before it has run."""
+    if direction == "forward":
+        return _last(rank) if name == "matmul_combine" else lambda: RUNS[name](rank)
+    y = RUNS[name](rank)
+    return lambda: y.backward(torch.ones_like(y))
+
+
+def _arrivals(rank: int, world: int, arg: tuple[str, str, int, Path]) -> None:
+    name, direction, products, path = arg
+    configure_collectives(CollectiveOptions(shared_memory=False))
+    try:
+        gate = Gate(dist.FileStore(str(path), world), f"{name} {direction}")
+        run = _passes(rank, name, direction)
+
+        def before(number: int) -> None:
+            if rank == 1 and number == 1:
+                gate.wait()
+
+        def after(number: int) -> None:
+            if rank == 0 and number + 1 == products:
+                gate.open()
+
+        with _transfers(before, _nothing), _products(_nothing, after):
+            run()
+        assert gate.used
+    finally:
+        configure_collectives(CollectiveOptions())
+
+
+@pytest.mark.parametrize(
+    ("name", "direction", "products"),
+    [
+        ("gather_matmul", "forward", 2),  # own rows, and the first chunk
+        ("matmul_scatter", "backward", 2),
+        ("swap_matmul", "forward", 1),
+        ("matmul_swap", "backward", 1),
+        ("dispatch_matmul", "forward", 1),
+        ("matmul_combine", "backward", 1),
+        ("layer", "forward", 2),
+        ("layer", "backward", 2),
+    ],
+)
+def test_what_has_arrived_is_computed_before_the_rest_arrives(
+    name: str, direction: str, products: int, pool2: RankPool, tmp_path: Path
+) -> None:
+    pool2.run(_arrivals, (name, direction, products, tmp_path / "store"), timeout=45)
+
+
+def _departures(rank: int, world: int, arg: tuple[str, str, int, int, Path]) -> None:
+    name, direction, product, transfer, path = arg
+    configure_collectives(CollectiveOptions(shared_memory=False))
+    try:
+        gate = Gate(dist.FileStore(str(path), world), f"{name} {direction}")
+        run = _passes(rank, name, direction)
+
+        def before(number: int) -> None:
+            if rank == 0 and number == product:
+                gate.wait()
+
+        def taken(number: int) -> None:
+            if rank == 1 and number == transfer:
+                gate.open()
+
+        with _transfers(_nothing, taken), _products(before, _nothing):
+            run()
+        assert gate.used
+    finally:
+        configure_collectives(CollectiveOptions())
+
+
+@pytest.mark.parametrize(
+    ("name", "direction", "product", "transfer"),
+    [
+        ("matmul_scatter", "forward", 2, 0),  # two products a chunk, one for each rank
+        ("gather_matmul", "backward", 2, 0),
+        ("matmul_swap", "forward", 1, 0),
+        ("swap_matmul", "backward", 1, 0),
+        ("dispatch_matmul", "backward", 1, 0),
+        ("matmul_combine", "forward", 1, 0),
+        ("layer", "forward", 2, 2),  # after the two chunks of dispatch
+        ("layer", "backward", 2, 2),
+    ],
+)
+def test_results_are_sent_before_the_rest_is_computed(
+    name: str, direction: str, product: int, transfer: int, pool2: RankPool, tmp_path: Path
+) -> None:
+    pool2.run(_departures, (name, direction, product, transfer, tmp_path / "store"), timeout=45)
+
+
+def _everything_first(rank: int, world: int, path: Path) -> None:
+    """An executor that receives everything before it computes waits for rank 1, which waits for it."""
+
+    def patiently(parts: Parts, send: RowSend, back: RowReturn, compute: Callable[[Piece], None], *_: Any) -> None:
+        left = sum(map(len, parts.groups))
+        while left:
+            left -= len(send.take(wait=True))
+        run_ranges(parts, None, back, compute)
+
+    gate = Gate(dist.FileStore(str(path), world), "never", 2.0)
+    late: list[bool] = []
+
+    def before(number: int) -> None:
+        if rank == 1 and number == 1:
+            try:
+                gate.wait()
+            except RuntimeError:  # the deadline
+                late.append(True)
+
+    with (
+        mock.patch.object(pipelined, "run_ranges", patiently),
+        _transfers(before, _nothing),
+        _products(_nothing, lambda number: gate.open() if rank == 0 else None),
+    ):
+        _layer(rank)
+    assert late == [True] * rank
+
+
+def test_a_version_that_receives_everything_first_would_be_found(pool2: RankPool, tmp_path: Path) -> None:
+    pool2.run(_everything_first, tmp_path / "store", timeout=45)
+
+
+# --- through shared memory ---
+
+SHARED = Overlap(8, 1, executor="pipelined")
+
+
+def _shared_layer(rank: int, world: int) -> Tensor:
+    """Every token goes to an expert of every rank; each rank has one expert."""
+    group = dist.group.WORLD
+    assert group is not None
+    dispatcher = SharedMemoryDispatcher(ExpertPlacement.of(world, world), group, rank, DispatchOptions(timeout_s=30))
+    x, ids = draw(TOKENS, D, seed=rank).requires_grad_(), torch.arange(world).repeat(TOKENS, 1)
+    call = dispatch_rows(dispatcher, x, ids, torch.ones(TOKENS, world), SHARED, width=F)
+    mlp = ExpertMLP((draw(1, 2 * F, D, seed=9), draw(1, D, F, seed=8), None, None), activation_of("swiglu"))
+    return call.combine(call.compute(call.rows, call.layout.rows_per_expert, mlp))
+
+
+def _late_peer(rank: int, world: int, direction: str) -> None:
+    """The rows of the last peer are reported complete only once those of all others, and the own ones, are computed."""
+    y = _shared_layer(rank, world) if direction == "backward" else None
+    late, computed = (rank - 1) % world, 0
+    others = 2 * (world - 1) * TOKENS  # rows of all sources but one, in two products each
+    ready, following, leave = ArrivingRows.ready, ArrivingRows.next, ArrivingRows.__exit__
+
+    def is_ready(arriving: ArrivingRows, peer: int) -> bool:
+        return (peer != late or computed >= others) and ready(arriving, peer)
+
+    def next_of(arriving: ArrivingRows, peers: Sequence[int]) -> int:
+        rest = [peer for peer in peers if peer != late]
+        assert rest or computed >= others, "waits for the last peer while there are rows to compute"
+        return following(arriving, rest or peers)
+
+    def left(arriving: ArrivingRows, *error: Any) -> None:
+        assert computed >= others or any(error), "waits for all peers while there are rows to compute"
+        leave(arriving, *error)
+
+    def product(a: Tensor, *rest: Any) -> None:
+        nonlocal computed
+        real(a, *rest)
+        computed += a.shape[0]
+
+    real = expert_mlp.expert_mm
+    with (
+        mock.patch.object(expert_mlp, "expert_mm", product),
+        mock.patch.object(ArrivingRows, "ready", is_ready),
+        mock.patch.object(ArrivingRows, "next", next_of),
+        mock.patch.object(ArrivingRows, "__exit__", left),
+    ):
+        if y is None:
+            _shared_layer(rank, world)
+        else:
+            y.sum().backward()
+    assert computed == 2 * world * TOKENS
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_rows_of_all_other_peers_are_computed_before_a_late_peers_are_complete(direction: str, pool4: RankPool) -> None:
+    pool4.run(_late_peer, direction, timeout=45)
+
+
+def _flags(rank: int, world: int, arg: tuple[str, Path]) -> None:
+    """Rank 0 computes its last rows only once rank 1, whose rows it has computed, has its sum."""
+    direction, path = arg
+    gate = Gate(dist.FileStore(str(path), world), direction)
+    y = _shared_layer(rank, world) if direction == "backward" else None
+    summed = LeavingRows.sum
+
+    def watched(leaving: LeavingRows, weights: Tensor | None) -> Tensor:
+        found = summed(leaving, weights)
+        if rank == 1:
+            gate.open()
+        return found
+
+    def before(number: int) -> None:
+        # Own rows with rank 1's, or before them; then rank 2's; then rank 3's, in the order of the groups.
+        if rank == 0 and number == last:
+            gate.wait()
+
+    last = 4 if world == 4 else 2
+    with mock.patch.object(LeavingRows, "sum", watched), _in_order(rank, world), _products(before, _nothing):
+        if y is None:
+            _shared_layer(rank, world)
+        else:
+            y.sum().backward()
+    assert gate.used or rank > 1
+
+
+@contextlib.contextmanager
+def _in_order(rank: int, world: int) -> Iterator[None]:
+    """Let all rows be complete when they are asked for, so that the order of products is known."""
+    ready = ArrivingRows.ready
+
+    def once_complete(arriving: ArrivingRows, peer: int) -> bool:
+        while not ready(arriving, peer):
+            arriving.next([peer])
+        return True
+
+    with mock.patch.object(ArrivingRows, "ready", once_complete):
+        yield
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_peer_has_its_sum_before_the_results_for_others_are_computed(
+    direction: str, pool4: RankPool, tmp_path: Path
+) -> None:
+    pool4.run(_flags, (direction, tmp_path / "store"), timeout=45)
+
+
+# --- the executor by itself ---
+
+
+class _Scripted(RowSend):
+    """Part 1 completes once the own rows and parts 0 and 2 have been computed."""
+
+    def __init__(self, events: list[str]) -> None:
+        self._events, self._left = events, [0, 2, 1]
+
+    def take(self, wait: bool) -> Sequence[int]:
+        assert not wait or len(self._left) == 1, "waits while there is something to compute"
+        if len(self._left) == 1 and not {"0:4", "4:8", "12:16"} <= set(self._events):
+            return ()
+        return (self._left.pop(0),) if self._left else ()
+
+
+class _Noted(RowReturn):
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+
+    def computed(self, part: int) -> None:
+        self._events.append(f"part {part}")
+
+    def result(self, weights_TK: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+
+def test_parts_are_computed_and_returned_in_the_order_in_which_they_complete() -> None:
+    pieces = [(Piece(0, 4, 8),), (Piece(1, 8, 12),), (Piece(2, 12, 16),)]
+    parts = Parts(pieces, (Piece(3, 0, 4),), ((0,), (1,), (2,)))
+    events: list[str] = []
+
+    def compute(piece: Piece) -> None:
+        events.append(f"{piece.first}:{piece.end}")
+
+    run_ranges(parts, _Scripted(events), _Noted(events), compute)
+    assert events == ["4:8", "part 0", "12:16", "part 2", "0:4", "8:12", "part 1"]
+    events.clear()
+    run_ranges(parts, None, _Noted(events), compute)
+    assert events == ["4:8", "part 0", "8:12", "part 1", "12:16", "part 2", "0:4"]
