@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from moe_comm.lazy import loads_on_use
 
 if TYPE_CHECKING:
+    from moe_comm.topology.drawing import picture
     from moe_comm.topology.mesh import FoldedMesh
     from moe_comm.topology.parallel import ATTENTION_AXES, EXPERT_AXES, ParallelConfig
-    from moe_comm.topology.picture import picture
     from moe_comm.topology.placement import ExpertPlacement
     from moe_comm.topology.sharding import Box, Sharding, Share, Split, deal, row_range
 
@@ -41,7 +41,7 @@ __getattr__ = loads_on_use(
         "Share": "moe_comm.topology.sharding",
         "Split": "moe_comm.topology.sharding",
         "deal": "moe_comm.topology.sharding",
-        "picture": "moe_comm.topology.picture",
+        "picture": "moe_comm.topology.drawing",
         "row_range": "moe_comm.topology.sharding",
     },
 )

@@ -150,7 +150,7 @@ def test_a_rank_tells_whether_torch_may_share_its_gpu(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
-    monkeypatch.setattr(peer_access, "cuda_kernels_at_hand", lambda device: True)
+    monkeypatch.setattr(launch, "cuda_kernels_at_hand", lambda device: True)
     monkeypatch.delenv(peer_access.SHARING, raising=False)
     if leave is not None:
         monkeypatch.setenv(peer_access.SHARING, leave)

@@ -19,13 +19,12 @@ from moe_comm.comm.communicator import CollectiveOptions
 from moe_comm.comm.meeting import channel_of, communicator_of, configure_collectives
 from moe_comm.dispatch.all_to_all import AllToAllDispatcher
 from moe_comm.errors import RankMismatch
-from moe_comm.overlap import dispatch_matmul as dispatching
-from moe_comm.overlap import matmul_combine as combining
 from moe_comm.overlap import tuning
 from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.cost import DIRECTIONS, FUSED, Rates, Work, predict
-from moe_comm.overlap.crossing import Crossing
+from moe_comm.overlap.crossing import Parts
 from moe_comm.overlap.dispatch_matmul import dispatch_matmul
+from moe_comm.overlap.executors import pipelined
 from moe_comm.overlap.gather_matmul import gather_matmul, reference
 from moe_comm.overlap.matmul_combine import matmul_combine
 from moe_comm.overlap.store import (
@@ -303,25 +302,22 @@ def _each_way(rank: int, world: int, arg: tuple[str, bool]) -> None:
         plain = run(Overlap(1))
         used: list[int] = []
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("follow", "lead"):
-                for module in (dispatching, combining):
-                    whole = getattr(module, name)
-                    patch.setattr(module, name, _noting(whole, used))
+            patch.setattr(pipelined, "run_ranges", _noting(pipelined.run_ranges, used))
             auto = run(Overlap("auto"))
         assert all(map(torch.equal, auto, plain))
-        # One step after the other cuts nothing. Dispatch, combine, and back.
-        assert used == ([4, 3] if swapped else [3, 4])
+        # Dispatch, combine, and back.
+        assert used == ([4, 1, 3, 1] if swapped else [1, 3, 1, 4])
     finally:
         configure_collectives(CollectiveOptions())
         configure_tuning()
 
 
 def _noting(work: Callable[..., None], used: list[int]) -> Callable[..., None]:
-    """``work`` that notes the chunks of the crossing among its arguments."""
+    """``run_ranges`` that notes in how many parts the others' rows arrive."""
 
-    def noted(*args: Any) -> None:
-        used.extend(len(arg.chunks) for arg in args if isinstance(arg, Crossing))
-        work(*args)
+    def noted(parts: Parts, *args: Any) -> None:
+        used.append(len(parts.pieces))
+        work(parts, *args)
 
     return noted
 

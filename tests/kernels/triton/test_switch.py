@@ -37,9 +37,12 @@ def _both_ways(work: Any) -> tuple[Any, Any, list[str]]:
         return launch(self, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "TRITON_DEVICES", {"cpu"})
         patch.setattr(interpreter.GridExecutor, "__call__", counted)
-        return plain, work(), launched
+        native.TRITON_DEVICES.add("cpu")
+        try:
+            return plain, work(), launched
+        finally:
+            native.TRITON_DEVICES.discard("cpu")
 
 
 def _dispatch(rank: int, world: int, arg: None) -> None:

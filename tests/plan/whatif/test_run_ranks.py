@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from moe_comm.comm.channel import AT_ONCE_S, Channel
+from moe_comm.comm.meeting import communicator_of
 from moe_comm.observe.records import SpanLine
 from moe_comm.plan.whatif.analysis import what_if
 from moe_comm.plan.whatif.run_trace import make_run_trace
@@ -26,7 +27,7 @@ def busy(seconds: float) -> None:
 
 def work(rank: int, world: int, apart_s: float) -> list[SpanLine]:
     assert dist.group.WORLD is not None
-    channel = Channel(dist.group.WORLD, rank, world, 60.0)  # that of ranks on several hosts
+    channel = Channel(communicator_of(dist.group.WORLD), 60.0)  # that of ranks on several hosts
     channel.all_reduce(torch.ones(4), "a start together")
     EVENTS.at(1)
     with EVENTS.span(Kind.STEP, "step"):
