@@ -39,8 +39,8 @@ from torch.distributed import ProcessGroup
 from moe_comm.bench.common import machine
 from moe_comm.dispatch import Dispatcher, DispatchOptions, Payloads, make_dispatcher
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
-from moe_comm.dispatch.peer_to_peer import PeerToPeerDispatcher
-from moe_comm.dispatch.peer_virtual import run_ranks, virtual_ranks
+from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
+from moe_comm.dispatch.peer_to_peer.virtual import run_ranks, virtual_ranks
 from moe_comm.gpu.heap import heap_bytes
 from moe_comm.layers import MoEConfig, MoELayer, RouterConfig
 from moe_comm.runtime.gemm import gemm_flops

@@ -26,7 +26,7 @@ from moe_comm.cli.options import (
 from moe_comm.runtime.launch import init_ranks, launch
 
 if TYPE_CHECKING:
-    from moe_comm.layers.grad_check import CheckGradsConfig, GradReport
+    from moe_comm.layers.check.gradients import CheckGradsConfig, GradReport
 
 app = typer.Typer()
 
@@ -84,8 +84,8 @@ def check_grads(
 ) -> None:
     """Compare an expert-parallel layer's output and every gradient with one rank's and with float64."""
     # Both load torch.
-    from moe_comm.layers.grad_check import CASES, CheckGradsConfig
-    from moe_comm.layers.router import Score
+    from moe_comm.layers.check.gradients import CASES, CheckGradsConfig
+    from moe_comm.layers.moe.router import Score
 
     config = CheckGradsConfig(
         hidden=hidden,
@@ -115,7 +115,7 @@ def _check_grads_rank(config: CheckGradsConfig) -> GradReport | None:
     # Only ranks load torch, not the process that starts them.
     import torch.distributed as dist
 
-    from moe_comm.layers.grad_check import run_check_grads
+    from moe_comm.layers.check.gradients import run_check_grads
 
     with init_ranks(config.device) as ranks:
         report = run_check_grads(config, dist.group.WORLD if ranks.world > 1 else None)

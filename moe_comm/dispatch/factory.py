@@ -11,11 +11,11 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.meeting import communicator_of, compare
+from moe_comm.dispatch.backends.local import LocalDispatcher
 from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.choice import Choice, GroupFacts, Traffic, choose
-from moe_comm.dispatch.local import LocalDispatcher
-from moe_comm.dispatch.peer_access import access_word, device_word, problem_of
-from moe_comm.dispatch.relay_routes import HostMap
+from moe_comm.dispatch.hierarchical.relay_routes import HostMap
+from moe_comm.dispatch.peer_to_peer.access import access_word, device_word, problem_of
 from moe_comm.dispatch.types import DispatchOptions
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.runtime.group_place import place_in
@@ -143,7 +143,7 @@ def _traffic(options: DispatchOptions) -> Traffic:
 def _local(placement: ExpertPlacement, group: ProcessGroup | None, options: DispatchOptions) -> Dispatcher:
     if not native_is_built():
         return LocalDispatcher(placement, group, 0, options)
-    from moe_comm.dispatch.local_native import NativeLocalDispatcher
+    from moe_comm.dispatch.backends.local_native import NativeLocalDispatcher
 
     return NativeLocalDispatcher(placement, group, 0, options)
 
@@ -175,22 +175,22 @@ def _build(
     device: torch.device | str | None,
 ) -> Dispatcher:
     if picked == "peer_to_peer":
-        from moe_comm.dispatch.peer_to_peer import PeerToPeerDispatcher
+        from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
 
         where = device if device is not None else "cpu" if options.peer_to_peer.emulate else "cuda"
         return PeerToPeerDispatcher(placement, group, rank, options, where)
     if picked == "shared_memory":
-        from moe_comm.dispatch.shared_memory import SharedMemoryDispatcher
+        from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher
 
         return SharedMemoryDispatcher(placement, group, rank, options)
     if picked == "hierarchical":
-        from moe_comm.dispatch.hierarchical import HierarchicalDispatcher
+        from moe_comm.dispatch.hierarchical.dispatcher import HierarchicalDispatcher
 
         return HierarchicalDispatcher(placement, group, rank, options)
     if picked == "all_gather":
-        from moe_comm.dispatch.all_gather import AllGatherDispatcher
+        from moe_comm.dispatch.backends.all_gather import AllGatherDispatcher
 
         return AllGatherDispatcher(placement, group, rank, options)
-    from moe_comm.dispatch.all_to_all import AllToAllDispatcher
+    from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 
     return AllToAllDispatcher(placement, group, rank, options)

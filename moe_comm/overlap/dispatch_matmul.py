@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_comm.dispatch.all_to_all import AllToAllDispatcher
+from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
+from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher
 from moe_comm.dispatch.base import Dispatcher
-from moe_comm.dispatch.shared_memory import SharedMemoryDispatcher
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.kernels.expert_mlp import ExpertLinear
 from moe_comm.overlap.checks import weights_fault

@@ -12,9 +12,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moe_comm.dispatch.capacity import Capacity
-from moe_comm.layers.config import AttentionConfig, MLAConfig, RopeConfig, TransformerConfig
-from moe_comm.layers.moe import MoEConfig
-from moe_comm.layers.router import RouterConfig
+from moe_comm.layers.attention.config import AttentionConfig, MLAConfig, RopeConfig
+from moe_comm.layers.moe.layer import MoEConfig
+from moe_comm.layers.moe.router import RouterConfig
+from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.train.sections import ModelSection
 
 NORM_EPS = {"mixtral": 1e-5, "qwen3_moe": 1e-6, "olmoe": 1e-5, "deepseek_v3": 1e-6}

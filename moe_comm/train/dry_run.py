@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 from moe_comm.errors import ConfigError
-from moe_comm.layers.config import TransformerConfig
-from moe_comm.layers.shard import shardings_of
+from moe_comm.layers.parallel.shard import shardings_of
+from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.plan.model.activations import Activations
 from moe_comm.plan.model.fixed_memory import Fixed, Part, Parts, state_bytes
 from moe_comm.plan.model.matrices import FAMILY, MASTER

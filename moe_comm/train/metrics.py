@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moe_comm.layers.load import LayerLoad, spread
+from moe_comm.layers.moe.load import LayerLoad, spread
 from moe_comm.observe.expert_health import across_layers, kept_layers
 from moe_comm.observe.records import LineWriter, LoadLine, cut_after
 

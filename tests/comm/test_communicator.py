@@ -17,7 +17,7 @@ from moe_comm import MoEConfig, MoELayer, RouterConfig, make_dispatcher
 from moe_comm.comm.meeting import channel_of, communicator_of
 from moe_comm.dispatch import Dispatcher, DispatchOptions
 from moe_comm.errors import ConfigError
-from moe_comm.layers.collectives import sum_over
+from moe_comm.layers.parallel.collectives import sum_over
 from moe_comm.runtime.shared import native_is_built
 from tests.pool import RankPool
 

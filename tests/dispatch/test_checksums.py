@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_comm.dispatch import Dispatcher, DispatchOptions, Payloads, make_dispatcher
-from moe_comm.dispatch.all_to_all import AllToAllDispatcher
+from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.checksums import row_sums
 from moe_comm.dispatch.payload import PayloadName
 from moe_comm.errors import CorruptPayload, RankMismatch

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from moe_comm.dispatch import BACKENDS, DispatchOptions, Payloads, factory, make_dispatcher
 from moe_comm.dispatch.choice import GroupFacts, Traffic, choose
 from moe_comm.dispatch.factory import explain_choice
-from moe_comm.dispatch.peer_access import ALONE, BLOCKED, MAY_SHARE, NO_KERNELS, REACHES, problem_of
+from moe_comm.dispatch.peer_to_peer.access import ALONE, BLOCKED, MAY_SHARE, NO_KERNELS, REACHES, problem_of
 from moe_comm.errors import ConfigError
 from tests.dispatch.workers import Told, caught
 from tests.pool import RankPool

@@ -15,9 +15,9 @@ from torch import Tensor
 from moe_comm.comm.meeting import communicator_of, heap_of
 from moe_comm.comm.shared_heap import SharedOptions
 from moe_comm.dispatch import Payloads, make_dispatcher
-from moe_comm.dispatch.hierarchical import HierarchicalDispatcher
-from moe_comm.dispatch.rail import Pieces
-from moe_comm.dispatch.relay_routes import HostMap, WireBytes, inter_host_bytes
+from moe_comm.dispatch.hierarchical.dispatcher import HierarchicalDispatcher
+from moe_comm.dispatch.hierarchical.rail import Pieces
+from moe_comm.dispatch.hierarchical.relay_routes import HostMap, WireBytes, inter_host_bytes
 from moe_comm.errors import HeapError
 from moe_comm.runtime.shared import block
 from moe_comm.topology import ExpertPlacement

@@ -14,9 +14,9 @@ from torch import Tensor
 from moe_comm.comm.channel import Channel
 from moe_comm.dispatch import DispatchOptions, Payloads, make_dispatcher
 from moe_comm.dispatch.payload import bytes_per_row
-from moe_comm.layers.grad_check import check_grads
-from moe_comm.layers.moe import MoEConfig, MoELayer
-from moe_comm.layers.router import RouterConfig
+from moe_comm.layers.check.gradients import check_grads
+from moe_comm.layers.moe.layer import MoEConfig, MoELayer
+from moe_comm.layers.moe.router import RouterConfig
 from tests.dispatch import cases, workers
 from tests.dispatch.cases import Case
 from tests.dispatch.workers import Job, Result, Told, caught

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_comm.dispatch import DispatchOptions, Payloads, make_dispatcher
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
-from moe_comm.dispatch.peer_to_peer import PeerToPeerDispatcher
+from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
 from moe_comm.errors import ConfigError, InputError, PeerTimeout
 from moe_comm.gpu import protocol
 from moe_comm.gpu.launch import Launch, RecordingLauncher, kernel_fields

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_comm.comm.channel import Coming
-from moe_comm.dispatch.rail import Arriving, Pieces, joined
+from moe_comm.dispatch.hierarchical.rail import Arriving, Pieces, joined
 from moe_comm.errors import ConfigError
 
 

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_comm.dispatch import Payloads
-from moe_comm.dispatch.payload import bytes_per_row
-from moe_comm.dispatch.relay_routes import (
+from moe_comm.dispatch.hierarchical.relay_routes import (
     ELSEWHERE,
     NOWHERE,
     HostMap,
@@ -22,6 +21,7 @@ from moe_comm.dispatch.relay_routes import (
     units,
     way_back,
 )
+from moe_comm.dispatch.payload import bytes_per_row
 from moe_comm.errors import ConfigError
 from moe_comm.topology import ExpertPlacement
 from tests.dispatch.workers import two_hosts

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moe_comm.dispatch import Dispatcher, DispatchOptions, Layout, Payloads, make_dispatcher
-from moe_comm.dispatch.hierarchical import HierarchicalDispatcher
-from moe_comm.dispatch.local import LocalDispatcher
+from moe_comm.dispatch.backends.local import LocalDispatcher
+from moe_comm.dispatch.hierarchical.dispatcher import HierarchicalDispatcher
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.topology import ExpertPlacement
 from tests.dispatch import cases

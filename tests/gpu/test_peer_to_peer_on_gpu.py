@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe_comm.dispatch import Payloads
-from moe_comm.dispatch.peer_access import SHARING
+from moe_comm.dispatch.peer_to_peer.access import SHARING
 from tests.dispatch import test_peer_to_peer as on_cpu
 from tests.dispatch.workers import Job
 from tests.pool import RankPool

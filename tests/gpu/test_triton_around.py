@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_comm.dispatch import plain
 from moe_comm.dispatch.payload import Payload, decode, encode
 from moe_comm.kernels.swiglu import swiglu_backward_reference, swiglu_forward_reference
-from moe_comm.layers.router import Router, RouterConfig
+from moe_comm.layers.moe.router import Router, RouterConfig
 
 pytestmark = [
     pytest.mark.gpu,

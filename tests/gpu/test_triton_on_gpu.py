@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_comm.dispatch.all_to_all import AllToAllDispatcher
+from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.overlap import dispatch_matmul as dispatching
 from moe_comm.overlap import gather_matmul as gathering
 from moe_comm.overlap import matmul_combine as combining

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from moe_comm.comm import header
-from moe_comm.dispatch import peer_access
 from moe_comm.dispatch.payload import Payload
-from moe_comm.dispatch.peer_rows import Form
+from moe_comm.dispatch.peer_to_peer.dispatcher import access as peer_access
+from moe_comm.dispatch.peer_to_peer.rows import Form
 from moe_comm.errors import ConfigError, MissingDependency
 from moe_comm.gpu import launch, nvrtc, protocol
 from moe_comm.gpu.arguments import Packer, kernel_constants, kernel_fields

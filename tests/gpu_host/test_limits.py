@@ -7,7 +7,7 @@ import torch
 
 from moe_comm.dispatch import DispatchOptions
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
-from moe_comm.dispatch.peer_to_peer import PeerToPeerDispatcher
+from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
 from moe_comm.errors import ConfigError
 from moe_comm.gpu import limits
 from moe_comm.kernels import expert_mlp_gpu

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from moe_comm.dispatch import DispatchOptions
-from moe_comm.dispatch.peer_memory import PeerMemory
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
-from moe_comm.dispatch.peer_to_peer import PeerToPeerDispatcher
+from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
+from moe_comm.dispatch.peer_to_peer.memory import PeerMemory
 from moe_comm.errors import ConfigError, KernelError, PeerError, RoutingError
 from moe_comm.gpu import protocol, turns
 from moe_comm.gpu.arguments import Words, kernel_fields

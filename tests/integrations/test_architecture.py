@@ -18,8 +18,9 @@ from moe_comm.integrations.hugging_face.architecture import (
     read_config,
     to_hugging_face,
 )
-from moe_comm.layers.config import MLAConfig, TransformerConfig, Yarn
-from moe_comm.layers.moe import ZeroExperts
+from moe_comm.layers.attention.config import MLAConfig, Yarn
+from moe_comm.layers.moe.layer import ZeroExperts
+from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.train.architecture import transformer_config
 from moe_comm.train.config import load
 from tests.integrations.models import _SHARED, SMALL

@@ -16,7 +16,7 @@ from moe_comm.errors import ConfigError, InputError, UnsupportedModel
 from moe_comm.integrations.hugging_face import sum_replicated_gradients, swap_moe
 from moe_comm.integrations.hugging_face.attention import gather_attention, swap_attention, swapped_attention
 from moe_comm.integrations.hugging_face.sequence import shard_inputs
-from moe_comm.layers.sequence import unshard_sequence
+from moe_comm.layers.attention.sequence import unshard_sequence
 from moe_comm.topology import FoldedMesh, ParallelConfig
 from tests.integrations.models import VOCAB, assert_close, gradients, load, save_model
 from tests.pool import RankPool

@@ -20,7 +20,7 @@ from moe_comm.integrations.hugging_face import gather_state_dict, sum_replicated
 from moe_comm.integrations.hugging_face.attention import gather_attention, swap_attention
 from moe_comm.integrations.hugging_face.linears import gather_linears, swap_linears, swapped_linears
 from moe_comm.integrations.hugging_face.sequence import shard_inputs
-from moe_comm.layers.sequence import unshard_sequence
+from moe_comm.layers.attention.sequence import unshard_sequence
 from moe_comm.topology import FoldedMesh, ParallelConfig
 from tests.integrations.models import (
     SMALL,

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 from moe_comm.errors import CheckpointError, ConfigError, CorruptFile, InputError, UnsupportedModel
 from moe_comm.integrations.hugging_face.architecture import from_hugging_face, read_config, to_hugging_face
 from moe_comm.integrations.hugging_face.weights import INDEX, SINGLE, HubFolder, pieces, read_part, write_folder
-from moe_comm.layers.config import TransformerConfig
-from moe_comm.layers.shard import shardings_of
-from moe_comm.layers.transformer import Transformer
+from moe_comm.layers.parallel.shard import shardings_of
+from moe_comm.layers.transformer.config import TransformerConfig
+from moe_comm.layers.transformer.model import Transformer
 from moe_comm.topology import FoldedMesh, ParallelConfig, deal
 from moe_comm.train.loop.build import read_pretrained
 from tests.integrations.models import VOCAB, assert_close, load, save_model

@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils.checkpoint import checkpoint
 
 from moe_comm.errors import InputError, PeerDied, PeerTimeout, RankMismatch
-from moe_comm.layers.collectives import (
+from moe_comm.layers.parallel.collectives import (
     CollectiveOptions,
     configure_collectives,
     copy_to,

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moe_comm.errors import InputError, RankMismatch
-from moe_comm.layers.cross_entropy import vocab_parallel_cross_entropy
-from moe_comm.layers.embedding import VocabParallelEmbedding, VocabParallelHead, vocab_sharding
+from moe_comm.layers.parallel.cross_entropy import vocab_parallel_cross_entropy
+from moe_comm.layers.parallel.embedding import VocabParallelEmbedding, VocabParallelHead, vocab_sharding
 from tests.layers.reference import draw
 from tests.pool import RankPool
 

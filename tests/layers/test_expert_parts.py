@@ -24,7 +24,7 @@ from moe_comm.layers import (
     gather_state_dict,
     load_full_state_dict,
 )
-from moe_comm.layers.experts import Part
+from moe_comm.layers.moe.experts import Part
 from tests.layers.moe_configs import BALANCED, HIDDEN, RICH
 from tests.layers.reference import draw
 from tests.pool import RankPool

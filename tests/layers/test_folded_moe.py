@@ -15,7 +15,7 @@ from moe_comm.dispatch.capacity import Capacity
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.layers import MoEConfig, MoELayer, Router, RouterConfig
 from moe_comm.layers.data_parallel import ExpertShards
-from moe_comm.layers.load import take_loads, update_biases
+from moe_comm.layers.moe.load import take_loads, update_biases
 from moe_comm.topology import FoldedMesh, ParallelConfig, Sharding
 from tests.layers.moe_configs import BALANCED, HIDDEN, RICH
 from tests.layers.reference import draw

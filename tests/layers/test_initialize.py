@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from moe_comm.errors import ConfigError
-from moe_comm.layers.initialize import Draw, fill, initialize, kind_of
-from moe_comm.layers.shard import shardings_of
-from moe_comm.layers.transformer import ModelPlan, Transformer
+from moe_comm.layers.parallel.shard import shardings_of
+from moe_comm.layers.transformer.initialize import Draw, fill, initialize, kind_of
+from moe_comm.layers.transformer.model import ModelPlan, Transformer
 from moe_comm.topology import ParallelConfig, Sharding, Split
 from tests.layers.tiny import LATENT, TINY
 
-module = importlib.import_module("moe_comm.layers.initialize")  # the package has a function of this name
+module = importlib.import_module("moe_comm.layers.transformer.initialize")  # the package has a function of this name
 
 EVEN = replace(TINY, vocab=64)
 MAPPINGS = [

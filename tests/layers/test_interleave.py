@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from moe_comm.errors import ConfigError, InputError
-from moe_comm.layers.config import Recompute, TransformerConfig
-from moe_comm.layers.initialize import initialize
-from moe_comm.layers.interleave import StageInput, Steps, finish, take_turns
-from moe_comm.layers.recompute import activation_bytes
-from moe_comm.layers.transformer import ModelPlan, Transformer
+from moe_comm.layers.parallel.interleave import StageInput, Steps, finish, take_turns
+from moe_comm.layers.parallel.recompute import activation_bytes
+from moe_comm.layers.transformer.config import Recompute, TransformerConfig
+from moe_comm.layers.transformer.initialize import initialize
+from moe_comm.layers.transformer.model import ModelPlan, Transformer
 from moe_comm.overlap.chunked import Overlap
 from moe_comm.plan.pipeline.stages import plan_stages
 from moe_comm.topology import FoldedMesh, ParallelConfig

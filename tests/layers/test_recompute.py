@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_comm.layers.config import Recompute, TransformerConfig
-from moe_comm.layers.initialize import initialize
-from moe_comm.layers.recompute import activation_bytes, again, again_inside, keeping_less
-from moe_comm.layers.transformer import ModelPlan, Transformer
+from moe_comm.layers.parallel.recompute import activation_bytes, again, again_inside, keeping_less
+from moe_comm.layers.transformer.config import Recompute, TransformerConfig
+from moe_comm.layers.transformer.initialize import initialize
+from moe_comm.layers.transformer.model import ModelPlan, Transformer
 from moe_comm.topology import FoldedMesh, ParallelConfig
 from tests.layers.tiny import BY_WEIGHT, LATENT, TINY, batch, own
 from tests.pool import RankPool

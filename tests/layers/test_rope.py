@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from moe_comm.errors import ConfigError
-from moe_comm.layers.attention import Attention
-from moe_comm.layers.config import RopeConfig, Yarn
-from moe_comm.layers.rope import Rope, softmax_scale
+from moe_comm.layers.attention.config import RopeConfig, Yarn
+from moe_comm.layers.attention.layer import Attention
+from moe_comm.layers.attention.rope import Rope, softmax_scale
 
 pytest.importorskip("transformers", minversion="5.23", reason="needs the hf extra")
 

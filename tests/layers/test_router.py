@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_comm.dispatch import DROPPED, INVALID_LOGITS, make_dispatcher
 from moe_comm.errors import ConfigError, InputError, RoutingError
 from moe_comm.layers import Router, RouterConfig, attach_loss
-from moe_comm.layers.losses import sequence_balance_loss
+from moe_comm.layers.moe.losses import sequence_balance_loss
 from tests.layers.reference import draw
 
 NAN, INF = float("nan"), float("inf")

@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 from moe_comm.errors import ConfigError, UnsupportedModel
-from moe_comm.layers.block import Tokens
-from moe_comm.layers.config import AttentionConfig, MLAConfig, Recompute, RopeConfig, TransformerConfig
-from moe_comm.layers.initialize import initialize
-from moe_comm.layers.moe import MoEConfig, ZeroExperts
-from moe_comm.layers.recompute import activation_bytes
-from moe_comm.layers.router import RouterConfig
-from moe_comm.layers.shard import shardings_of
-from moe_comm.layers.shortcut import PLACES, Shortcut, ShortcutBlock
-from moe_comm.layers.transformer import ModelPlan, Transformer
+from moe_comm.layers.attention.config import AttentionConfig, MLAConfig, RopeConfig
+from moe_comm.layers.moe.layer import MoEConfig, ZeroExperts
+from moe_comm.layers.moe.router import RouterConfig
+from moe_comm.layers.parallel.recompute import activation_bytes
+from moe_comm.layers.parallel.shard import shardings_of
+from moe_comm.layers.transformer.block import Tokens
+from moe_comm.layers.transformer.config import Recompute, TransformerConfig
+from moe_comm.layers.transformer.initialize import initialize
+from moe_comm.layers.transformer.model import ModelPlan, Transformer
+from moe_comm.layers.transformer.shortcut import PLACES, Shortcut, ShortcutBlock
 from moe_comm.overlap.chunked import Overlap
 from moe_comm.plan.model.activations import Activations
 from moe_comm.plan.model.shape import ModelShape

@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from moe_comm.errors import ConfigError, InputError
-from moe_comm.layers.config import TransformerConfig
-from moe_comm.layers.initialize import initialize
-from moe_comm.layers.sequence import shard_sequence
-from moe_comm.layers.shard import shardings_of
-from moe_comm.layers.transformer import ModelPlan, Transformer
+from moe_comm.layers.attention.sequence import shard_sequence
+from moe_comm.layers.parallel.shard import shardings_of
+from moe_comm.layers.transformer.config import TransformerConfig
+from moe_comm.layers.transformer.initialize import initialize
+from moe_comm.layers.transformer.model import ModelPlan, Transformer
 from moe_comm.plan.model.shape import ModelShape
 from moe_comm.topology import FoldedMesh, ParallelConfig
 from tests.layers.tiny import (

@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_comm.dispatch.capacity import Capacity
-from moe_comm.layers.config import AttentionConfig, MLAConfig, RopeConfig, TransformerConfig
-from moe_comm.layers.initialize import initialize
-from moe_comm.layers.moe import MoEConfig
-from moe_comm.layers.router import RouterConfig
-from moe_comm.layers.sequence import shard_sequence
-from moe_comm.layers.shard import shardings_of
-from moe_comm.layers.transformer import ModelPlan, Transformer
+from moe_comm.layers.attention.config import AttentionConfig, MLAConfig, RopeConfig
+from moe_comm.layers.attention.sequence import shard_sequence
+from moe_comm.layers.moe.layer import MoEConfig
+from moe_comm.layers.moe.router import RouterConfig
+from moe_comm.layers.parallel.shard import shardings_of
+from moe_comm.layers.transformer.config import TransformerConfig
+from moe_comm.layers.transformer.initialize import initialize
+from moe_comm.layers.transformer.model import ModelPlan, Transformer
 from moe_comm.topology import FoldedMesh, ParallelConfig, Sharding
 
 BATCH, LENGTH = 4, 16

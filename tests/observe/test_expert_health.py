@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_comm.layers.load import LayerLoad
+from moe_comm.layers.moe.load import LayerLoad
 from moe_comm.observe.expert_health import across_layers, kept_layers, quantile
 from moe_comm.observe.records import LoadLine, read_lines
 from moe_comm.train.metrics import NO_LOAD, JsonlSink, Load, LoadsSink, StepReport, StepTimes, TensorBoardSink

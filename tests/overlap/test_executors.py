@@ -12,17 +12,17 @@ from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from moe_comm.dispatch import DispatchOptions
-from moe_comm.dispatch.all_gather import AllGatherDispatcher
-from moe_comm.dispatch.all_to_all import AllToAllDispatcher
+from moe_comm.dispatch.backends.all_gather import AllGatherDispatcher
+from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
+from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher
 from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.payload import Payloads
-from moe_comm.dispatch.shared_memory import SharedMemoryDispatcher
 from moe_comm.errors import ConfigError, PeerRaised
 from moe_comm.kernels.activations import activation_of
 from moe_comm.kernels.expert_mlp import ExpertMLP
-from moe_comm.layers.moe import MoELayer
-from moe_comm.layers.moe_config import MoEConfig
-from moe_comm.layers.router import RouterConfig
+from moe_comm.layers.moe.config import MoEConfig
+from moe_comm.layers.moe.layer import MoELayer
+from moe_comm.layers.moe.router import RouterConfig
 from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.executors.base import ExpertCall
 from moe_comm.overlap.executors.choice import dispatch_rows, explain_overlap

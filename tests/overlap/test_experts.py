@@ -13,16 +13,16 @@ from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from moe_comm.dispatch import DispatchOptions
-from moe_comm.dispatch.all_gather import AllGatherDispatcher
-from moe_comm.dispatch.all_to_all import AllToAllDispatcher
+from moe_comm.dispatch.backends.all_gather import AllGatherDispatcher
+from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.capacity import Capacity
 from moe_comm.dispatch.payload import Payloads
 from moe_comm.errors import ConfigError, InputError, PeerDied, RankMismatch, RoutingError
 from moe_comm.kernels.activations import activation_of
 from moe_comm.kernels.expert_mlp import ExpertMLP
-from moe_comm.layers.moe import MoELayer
-from moe_comm.layers.moe_config import MoEConfig, ZeroExperts
-from moe_comm.layers.router import RouterConfig
+from moe_comm.layers.moe.config import MoEConfig, ZeroExperts
+from moe_comm.layers.moe.layer import MoELayer
+from moe_comm.layers.moe.router import RouterConfig
 from moe_comm.overlap import dispatch_matmul as first
 from moe_comm.overlap import matmul_combine as last
 from moe_comm.overlap.chunked import Overlap

@@ -26,9 +26,9 @@ from moe_comm.comm.channel import Channel, Coming
 from moe_comm.comm.communicator import CollectiveOptions
 from moe_comm.comm.meeting import configure_collectives
 from moe_comm.dispatch import DispatchOptions
-from moe_comm.dispatch.all_to_all import AllToAllDispatcher
-from moe_comm.dispatch.native import ArrivingRows, LeavingRows
-from moe_comm.dispatch.shared_memory import SharedMemoryDispatcher
+from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
+from moe_comm.dispatch.backends.native import ArrivingRows, LeavingRows
+from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher
 from moe_comm.kernels import expert_mlp
 from moe_comm.kernels.activations import activation_of
 from moe_comm.kernels.expert_mlp import ExpertMLP

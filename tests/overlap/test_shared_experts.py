@@ -21,11 +21,11 @@ pytest.importorskip("moe_comm._C", reason="the native core is not built")
 from moe_comm.comm.meeting import communicator_of, heap_of
 from moe_comm.comm.shared_heap import SharedOptions
 from moe_comm.dispatch import DispatchOptions
-from moe_comm.dispatch.all_to_all import AllToAllDispatcher
+from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
+from moe_comm.dispatch.backends.native import LeavingRows
+from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher
 from moe_comm.dispatch.base import Dispatcher
-from moe_comm.dispatch.native import LeavingRows
 from moe_comm.dispatch.payload import Payloads
-from moe_comm.dispatch.shared_memory import SharedMemoryDispatcher
 from moe_comm.errors import (
     ConfigError,
     HeapError,

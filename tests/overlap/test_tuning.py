@@ -17,7 +17,7 @@ from moe_comm import cli
 from moe_comm.bench.tune import measure as tune
 from moe_comm.comm.communicator import CollectiveOptions
 from moe_comm.comm.meeting import channel_of, communicator_of, configure_collectives
-from moe_comm.dispatch.all_to_all import AllToAllDispatcher
+from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.errors import RankMismatch
 from moe_comm.overlap import tuning
 from moe_comm.overlap.chunked import Overlap

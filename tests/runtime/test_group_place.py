@@ -15,8 +15,8 @@ from torch import nn
 
 from moe_comm import MoEConfig, MoELayer, RouterConfig, make_dispatcher
 from moe_comm.errors import ConfigError
-from moe_comm.layers.collectives import gather_dim, sum_values
-from moe_comm.layers.linear import ColumnParallelLinear
+from moe_comm.layers.parallel.collectives import gather_dim, sum_values
+from moe_comm.layers.parallel.linear import ColumnParallelLinear
 from tests.pool import RankPool
 
 CONFIG = MoEConfig(hidden=8, ffn=8, router=RouterConfig(num_experts=4, top_k=2))
@@ -25,7 +25,7 @@ CONFIG = MoEConfig(hidden=8, ffn=8, router=RouterConfig(num_experts=4, top_k=2))
 UNDISTRIBUTED = """
 import itertools, os, sys, warnings
 import moe_comm
-from moe_comm.layers.linear import ColumnParallelLinear
+from moe_comm.layers.parallel.linear import ColumnParallelLinear
 from tests.integrations.models import new_model
 from tests.layers.tiny import TINY
 from tests.runtime.test_group_place import CONFIG

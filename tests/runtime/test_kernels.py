@@ -11,8 +11,8 @@ from torch import Tensor
 
 _C = pytest.importorskip("moe_comm._C", reason="the native core is not built")
 
-from moe_comm.dispatch.local import LocalDispatcher  # noqa: E402
-from moe_comm.dispatch.local_native import NativeLocalDispatcher  # noqa: E402
+from moe_comm.dispatch.backends.local import LocalDispatcher  # noqa: E402
+from moe_comm.dispatch.backends.local_native import NativeLocalDispatcher  # noqa: E402
 from moe_comm.runtime.shared import DTYPE_CODES  # noqa: E402
 from moe_comm.topology import ExpertPlacement  # noqa: E402
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_comm.layers.moe import MoEConfig, MoELayer
-from moe_comm.layers.router import RouterConfig
+from moe_comm.layers.moe.layer import MoEConfig, MoELayer
+from moe_comm.layers.moe.router import RouterConfig
 from moe_comm.topology import FoldedMesh
 from moe_comm.train.pipeline import Activations, MicroBatch, StagePlan, make_runner, plan_stages
 

@@ -15,12 +15,13 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from moe_comm import cli
 from moe_comm.errors import ConfigError
-from moe_comm.layers.config import AttentionConfig, MLAConfig, Recompute, RopeConfig, TransformerConfig
-from moe_comm.layers.initialize import initialize
-from moe_comm.layers.moe import MoEConfig
-from moe_comm.layers.recompute import activation_bytes
-from moe_comm.layers.router import RouterConfig
-from moe_comm.layers.transformer import ModelPlan, Transformer
+from moe_comm.layers.attention.config import AttentionConfig, MLAConfig, RopeConfig
+from moe_comm.layers.moe.layer import MoEConfig
+from moe_comm.layers.moe.router import RouterConfig
+from moe_comm.layers.parallel.recompute import activation_bytes
+from moe_comm.layers.transformer.config import Recompute, TransformerConfig
+from moe_comm.layers.transformer.initialize import initialize
+from moe_comm.layers.transformer.model import ModelPlan, Transformer
 from moe_comm.plan.model.activations import Activations
 from moe_comm.plan.model.shape import ModelShape
 from moe_comm.plan.pipeline.in_flight import moments

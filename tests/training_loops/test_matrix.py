@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import moe_comm
-from moe_comm.layers.load import take_loads
+from moe_comm.layers.moe.load import take_loads
 from tests.pool import RankPool
 from tests.training_loops.loops import OPTIMIZERS, Case, check, loss_at
 from tests.training_loops.models import KINDS, ep_group

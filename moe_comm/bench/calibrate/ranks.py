@@ -22,9 +22,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from moe_comm.dispatch import make_dispatcher
-from moe_comm.layers.collectives import gather_dim, scatter_sum
-from moe_comm.layers.experts import Experts
-from moe_comm.layers.initialize import initialize
+from moe_comm.layers.moe.experts import Experts
+from moe_comm.layers.parallel.collectives import gather_dim, scatter_sum
+from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.runtime.launch import available_cores, init_ranks
 from moe_comm.topology import FoldedMesh, ParallelConfig
 from moe_comm.train import config as configuration

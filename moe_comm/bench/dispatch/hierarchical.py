@@ -40,7 +40,7 @@ from moe_comm.bench.common.settings import Shape
 from moe_comm.bench.hosts.namespaces import INTERFACE, Hosts
 from moe_comm.bench.hosts.ranks import measure_links, run_on_hosts
 from moe_comm.dispatch import Dispatcher, DispatchOptions, Traffic, make_dispatcher
-from moe_comm.dispatch.relay_routes import HostMap, inter_host_bytes
+from moe_comm.dispatch.hierarchical.relay_routes import HostMap, inter_host_bytes
 from moe_comm.errors import ConfigError
 from moe_comm.topology import ExpertPlacement
 

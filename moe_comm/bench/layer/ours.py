@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from moe_comm.bench.common.settings import LayerBench
 from moe_comm.bench.layer.peers import LayerContestant, Weights
-from moe_comm.layers.moe import MoEConfig, MoELayer
-from moe_comm.layers.router import RouterConfig
+from moe_comm.layers.moe.layer import MoEConfig, MoELayer
+from moe_comm.layers.moe.router import RouterConfig
 
 
 class Ours(LayerContestant):

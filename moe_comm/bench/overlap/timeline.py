@@ -26,7 +26,7 @@ from torch import Tensor
 from moe_comm.bench.common.clock import LEAD_NS, sync_group
 from moe_comm.comm.channel import Channel
 from moe_comm.dispatch import payload, plain
-from moe_comm.dispatch.all_to_all import AllToAllDispatcher
+from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.kernels import expert_mm, row_invariant, wide
 from moe_comm.kernels.activations import Activation, SwiGLU
 from moe_comm.overlap import chunked

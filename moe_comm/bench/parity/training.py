@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moe_comm.layers.load import moe_layers
-from moe_comm.layers.shard import shardings_of
+from moe_comm.layers.moe.load import moe_layers
+from moe_comm.layers.parallel.shard import shardings_of
 from moe_comm.topology import Box, FoldedMesh, Sharding
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.data import Corpus

@@ -27,7 +27,7 @@ from moe_comm.bench.train.peers import PEERS
 from moe_comm.bench.train.settings import LR, RIVALS, TrainBench
 from moe_comm.integrations.hugging_face.architecture import to_hugging_face
 from moe_comm.integrations.hugging_face.weights import write_folder
-from moe_comm.layers.initialize import initialize
+from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.plan.model.shape import ModelShape
 from moe_comm.runtime.gemm import gemm_flops
 from moe_comm.train import config as configuration

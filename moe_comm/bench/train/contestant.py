@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from moe_comm.bench.train.settings import TrainBench
-from moe_comm.layers.config import TransformerConfig
+from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.topology import FoldedMesh, ParallelConfig
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.data import Corpus

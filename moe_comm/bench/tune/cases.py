@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.meeting import channel_of
-from moe_comm.dispatch.all_to_all import AllToAllDispatcher
+from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.cost import Work
 from moe_comm.overlap.dispatch_matmul import dispatch_matmul

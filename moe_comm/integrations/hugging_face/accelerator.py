@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moe_comm.errors import CheckpointError, ConfigError, UnsupportedModel
-from moe_comm.layers.collectives import gather_values
 from moe_comm.layers.data_parallel import (
     clip_grad_norm_,
     expert_modules,
@@ -36,7 +35,8 @@ from moe_comm.layers.data_parallel import (
     prepare_fsdp,
     state_dict,
 )
-from moe_comm.layers.names import state_key
+from moe_comm.layers.parallel.collectives import gather_values
+from moe_comm.layers.parallel.names import state_key
 
 
 def prepare_accelerator(accelerator: Any) -> Any:

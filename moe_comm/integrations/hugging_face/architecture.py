@@ -16,9 +16,10 @@ from typing import Any
 from transformers import AutoConfig, DeepseekV3Config, MixtralConfig, OlmoeConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from moe_comm.errors import ConfigError, UnsupportedModel
-from moe_comm.layers.config import AttentionConfig, MLAConfig, QKNorm, RopeConfig, TransformerConfig, Yarn
-from moe_comm.layers.moe import MoEConfig
-from moe_comm.layers.router import RouterConfig
+from moe_comm.layers.attention.config import AttentionConfig, MLAConfig, QKNorm, RopeConfig, Yarn
+from moe_comm.layers.moe.layer import MoEConfig
+from moe_comm.layers.moe.router import RouterConfig
+from moe_comm.layers.transformer.config import TransformerConfig
 
 ARCHITECTURES: dict[str, type[PreTrainedConfig]] = {
     "mixtral": MixtralConfig,

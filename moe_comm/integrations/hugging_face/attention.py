@@ -19,12 +19,12 @@ from torch.distributed import ProcessGroup
 from moe_comm.errors import ConfigError, UnsupportedModel
 from moe_comm.integrations.hugging_face.families import require_transformers
 from moe_comm.integrations.hugging_face.sequence import DOCUMENTS, prepare
-from moe_comm.layers.attention import Attention, FullNorm
-from moe_comm.layers.collectives import gather_values, group_rank, group_size
-from moe_comm.layers.config import AttentionConfig, Context, MLAConfig, QKNorm, RopeConfig
-from moe_comm.layers.linear import ColumnParallelLinear, RowParallelLinear
-from moe_comm.layers.rope import RopeTable
-from moe_comm.layers.sequence import Documents
+from moe_comm.layers.attention.config import AttentionConfig, Context, MLAConfig, QKNorm, RopeConfig
+from moe_comm.layers.attention.layer import Attention, FullNorm
+from moe_comm.layers.attention.rope import RopeTable
+from moe_comm.layers.attention.sequence import Documents
+from moe_comm.layers.parallel.collectives import gather_values, group_rank, group_size
+from moe_comm.layers.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from moe_comm.topology import Sharding
 
 ATTENTION_CLASSES = (

@@ -26,11 +26,11 @@ from torch.distributed.tensor import DTensor
 
 from moe_comm.comm.meeting import compare
 from moe_comm.errors import ConfigError, MoeCommError, UnsupportedModel
-from moe_comm.layers.attention import Attention
-from moe_comm.layers.collectives import channel_of, gather_values, group_size
-from moe_comm.layers.embedding import VocabParallelEmbedding, VocabParallelHead
-from moe_comm.layers.linear import ColumnParallelLinear, RowParallelLinear, enter
-from moe_comm.layers.parallel_module import ParallelModule
+from moe_comm.layers.attention.layer import Attention
+from moe_comm.layers.parallel.collectives import channel_of, gather_values, group_size
+from moe_comm.layers.parallel.embedding import VocabParallelEmbedding, VocabParallelHead
+from moe_comm.layers.parallel.linear import ColumnParallelLinear, RowParallelLinear, enter
+from moe_comm.layers.parallel.module import ParallelModule
 
 Columns = dict[str, int]
 """Column-parallel linears of a block, and in how many segments each is cut."""

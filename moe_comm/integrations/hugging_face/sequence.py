@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_comm.errors import InputError
-from moe_comm.layers.collectives import gather_values, group_rank, group_size
-from moe_comm.layers.config import Context
-from moe_comm.layers.sequence import Documents, local_positions, shard_sequence, unshard_sequence
+from moe_comm.layers.attention.config import Context
+from moe_comm.layers.attention.sequence import Documents, local_positions, shard_sequence, unshard_sequence
+from moe_comm.layers.parallel.collectives import gather_values, group_rank, group_size
 
 DOCUMENTS = "moe_comm_documents"
 """Keyword by which documents travel from the hook to every attention module."""

@@ -27,10 +27,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from moe_comm.errors import CheckpointError, ConfigError, CorruptFile, InputError, UnsupportedModel
-from moe_comm.layers.config import TransformerConfig
-from moe_comm.layers.model_plan import ModelPlan
-from moe_comm.layers.shard import shardings_of
-from moe_comm.layers.transformer import HEAD, Transformer
+from moe_comm.layers.parallel.shard import shardings_of
+from moe_comm.layers.transformer.config import TransformerConfig
+from moe_comm.layers.transformer.model import HEAD, Transformer
+from moe_comm.layers.transformer.model_plan import ModelPlan
 from moe_comm.topology import Sharding, Share
 
 INDEX = "model.safetensors.index.json"

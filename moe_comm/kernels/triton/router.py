@@ -1,4 +1,4 @@
-"""Top-k routing in one kernel each way. Reference: ``_scores``, ``_choose`` and ``_weights`` of ``layers/router.py``.
+"""Top-k routing in one kernel each way.
 
     logits_TE ──score──▶ (+ bias, groups) ──▶ top-k ──▶ ids_TK ──(normalise, scale)──▶ weights_TK
 

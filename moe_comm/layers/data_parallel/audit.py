@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_comm.errors import GradientMismatch
-from moe_comm.layers.collectives import gather_values
+from moe_comm.layers.parallel.collectives import gather_values
 
 NUM_PROBES = 8
 SAMPLES = 512

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_comm.errors import ConfigError, InputError, UnsupportedModel
-from moe_comm.layers.collectives import gather_values
+from moe_comm.layers.parallel.collectives import gather_values
 from moe_comm.topology import Box, Sharding, Share, row_range
 
 if TYPE_CHECKING:

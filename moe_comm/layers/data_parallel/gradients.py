@@ -31,10 +31,10 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.comm.meeting import communicator_of
 from moe_comm.errors import ConfigError
-from moe_comm.layers.collectives import gather_values, sum_values
 from moe_comm.layers.data_parallel.audit import Audit
 from moe_comm.layers.data_parallel.expert_shard import ExpertShard, ExpertShards, is_dtensor
 from moe_comm.layers.data_parallel.optimizers import mark_parameter, watch_steps
+from moe_comm.layers.parallel.collectives import gather_values, sum_values
 
 Reduction = Literal["sum", "mean"]
 _MEANS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_comm.errors import ConfigError, NonFiniteLoss, UnsupportedModel
-from moe_comm.layers.collectives import gather_values, sum_values
 from moe_comm.layers.data_parallel.attach import expert_modules, expert_parameters, tensor_parallel
 from moe_comm.layers.data_parallel.expert_shard import is_dtensor, plain, total_norms
 from moe_comm.layers.data_parallel.gradients import Reduction
 from moe_comm.layers.data_parallel.optimizers import mark_parameter
+from moe_comm.layers.parallel.collectives import gather_values, sum_values
 
 _BUCKET_BYTES = 32 * 2**20
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moe_comm.dispatch.all_to_all import AllToAllDispatcher
+from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
+from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher
 from moe_comm.dispatch.base import Dispatcher
-from moe_comm.dispatch.shared_memory import SharedMemoryDispatcher
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.cost import CHUNKS, DIRECTIONS, MARGIN, Work, predict

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moe_comm.comm.channel import Coming
 from moe_comm.comm.header import Header, describe
-from moe_comm.dispatch.all_to_all import AllToAllDispatcher, Routes, to_slots
+from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher, Routes, to_slots
 from moe_comm.dispatch.base import Dispatcher, dispatch_by
 from moe_comm.dispatch.checksums import Claim, claim
 from moe_comm.dispatch.moved import KINDS, put_layout, sent

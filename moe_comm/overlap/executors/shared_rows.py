@@ -33,12 +33,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_comm.dispatch.backends.native import ArrivingRows, LeavingRows
+from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher
 from moe_comm.dispatch.base import dispatch_by
 from moe_comm.dispatch.checksums import claim
 from moe_comm.dispatch.moved import put_layout, rows_moved
-from moe_comm.dispatch.native import ArrivingRows, LeavingRows
 from moe_comm.dispatch.payload import rounded
-from moe_comm.dispatch.shared_memory import SharedMemoryDispatcher
 from moe_comm.dispatch.types import Dispatched, Layout
 from moe_comm.errors import ConfigError, HeapError, MoeCommError
 from moe_comm.overlap.chunked import Overlap

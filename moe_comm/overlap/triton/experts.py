@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from moe_comm.comm.header import COLLECTIVE, OPS
 from moe_comm.dispatch import plain
-from moe_comm.dispatch.all_to_all import AllToAllDispatcher, Routes
+from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher, Routes
 from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.types import Layout
 from moe_comm.errors import ConfigError, InputError, MoeCommError

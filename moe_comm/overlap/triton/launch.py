@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_comm.dispatch.all_to_all import AllToAllDispatcher
+from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.types import Layout
 from moe_comm.errors import MoeCommError
 from moe_comm.gpu.blocks import ALIGN

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_comm.dispatch.all_to_all import Routes
+from moe_comm.dispatch.backends.all_to_all import Routes
 from moe_comm.overlap.ring import Ring
 from moe_comm.overlap.schedule import Schedule, combine_order, dispatch_order
 from moe_comm.overlap.tiles import Cut, Ints, column_slices

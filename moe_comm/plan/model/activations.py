@@ -21,8 +21,8 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from moe_comm.layers.config import Recompute
-from moe_comm.layers.cross_entropy import CHUNK_ELEMENTS
+from moe_comm.layers.parallel.cross_entropy import CHUNK_ELEMENTS
+from moe_comm.layers.transformer.config import Recompute
 from moe_comm.plan.model.matrices import MASTER
 from moe_comm.plan.model.shape import LayerKind, ModelShape
 

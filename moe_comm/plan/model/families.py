@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_comm.layers.config import QKNorm
+from moe_comm.layers.attention.config import QKNorm
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from typing import Literal, Self, get_args
 
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.activations import activation_of
-from moe_comm.layers.config import MLAConfig, QKNorm, TransformerConfig
+from moe_comm.layers.attention.config import MLAConfig, QKNorm
+from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.plan.model.matrices import BACKWARD, FAMILY, Block, Weight, summed
 
 Latent = MLAConfig

@@ -8,13 +8,13 @@ import torch
 
 from moe_comm.dispatch import DispatchOptions
 from moe_comm.errors import ConfigError
-from moe_comm.layers.collectives import CollectiveOptions, configure_collectives
-from moe_comm.layers.config import TransformerConfig
 from moe_comm.layers.data_parallel import leave_gradients
-from moe_comm.layers.initialize import initialize
-from moe_comm.layers.model_plan import ModelPlan
-from moe_comm.layers.shard import shardings_of
-from moe_comm.layers.transformer import Transformer
+from moe_comm.layers.parallel.collectives import CollectiveOptions, configure_collectives
+from moe_comm.layers.parallel.shard import shardings_of
+from moe_comm.layers.transformer.config import TransformerConfig
+from moe_comm.layers.transformer.initialize import initialize
+from moe_comm.layers.transformer.model import Transformer
+from moe_comm.layers.transformer.model_plan import ModelPlan
 from moe_comm.overlap.chunked import Overlap
 from moe_comm.plan.model.shape import ModelShape
 from moe_comm.plan.pipeline.schedules import check_micro_batches

@@ -9,8 +9,8 @@ from typing import Self
 
 import torch
 
-from moe_comm.layers.config import Context
-from moe_comm.layers.sequence import Documents, shard_sequence
+from moe_comm.layers.attention.config import Context
+from moe_comm.layers.attention.sequence import Documents, shard_sequence
 from moe_comm.topology import FoldedMesh
 from moe_comm.train.data import Batch, Corpus, CorpusSettings, GlobalBatch, Prefetch, SourceSpec
 from moe_comm.train.loop.trainer import StepBatch

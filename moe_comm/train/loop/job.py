@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import moe_comm
 from moe_comm.errors import CorruptPayload, NonFiniteLoss, PeerError, UnsettledStep
-from moe_comm.layers.config import TransformerConfig
+from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.observe.effective import effective_time
 from moe_comm.observe.rank_log import dump
 from moe_comm.observe.records import FAULTS, LOADS, METRICS, FaultRecord, append

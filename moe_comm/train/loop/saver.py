@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from moe_comm.errors import CheckpointError
-from moe_comm.layers.load import moe_layers
-from moe_comm.layers.transformer import EMBEDDING, HEAD
+from moe_comm.layers.moe.load import moe_layers
+from moe_comm.layers.transformer.model import EMBEDDING, HEAD
 from moe_comm.train import config as configuration
 from moe_comm.train.checkpoint import Checkpointer, Entry, Loaded
 from moe_comm.train.config import TrainConfig

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from moe_comm.errors import CorruptPayload
-from moe_comm.layers.load import moe_layers, update_biases
+from moe_comm.layers.moe.load import moe_layers, update_biases
 from moe_comm.observe.records import FaultRecord
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import EVENTS

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_comm.layers.collectives import sum_values
+from moe_comm.layers.parallel.collectives import sum_values
 from moe_comm.topology import FoldedMesh
 from moe_comm.train.optim.base import Optimizer, OptimizerOptions, gradient, is_stack, stacked
 from moe_comm.train.parallel.norm import squared_norm

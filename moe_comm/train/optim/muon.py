@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_comm.layers.collectives import gather_values
+from moe_comm.layers.parallel.collectives import gather_values
 from moe_comm.topology import FoldedMesh
 from moe_comm.train.optim.base import Optimizer, OptimizerOptions, gradient, is_matrix, is_stack
 from moe_comm.train.optim.elementwise import AdamW

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_comm.layers.collectives import channel_of, gather_values, group_size, scatter_sum, sum_values
+from moe_comm.layers.parallel.collectives import channel_of, gather_values, group_size, scatter_sum, sum_values
 
 
 @dataclass

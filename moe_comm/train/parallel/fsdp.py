@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from moe_comm.errors import ConfigError, MoeCommError
-from moe_comm.layers.collectives import channel_of
+from moe_comm.layers.parallel.collectives import channel_of
 from moe_comm.topology import FoldedMesh, deal
 from moe_comm.train.parallel.compress import Wire
 from moe_comm.train.parallel.metered import Allocates, meter

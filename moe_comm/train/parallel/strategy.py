@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from moe_comm.errors import ConfigError
-from moe_comm.layers.collectives import sum_values
+from moe_comm.layers.parallel.collectives import sum_values
 from moe_comm.topology import FoldedMesh, Sharding
 from moe_comm.train.parallel.compress import Traffic, Wire
 from moe_comm.train.parallel.fsdp import Sharded, fits

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_comm.errors import ConfigError, InputError
-from moe_comm.layers.interleave import StageInput
+from moe_comm.layers.parallel.interleave import StageInput
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from moe_comm.comm.channel import Channel
 from moe_comm.errors import ConfigError, MoeCommError
-from moe_comm.layers.collectives import channel_of
-from moe_comm.layers.interleave import StageInput
+from moe_comm.layers.parallel.collectives import channel_of
+from moe_comm.layers.parallel.interleave import StageInput
 from moe_comm.plan.pipeline.schedules import check_micro_batches, find_schedule
 from moe_comm.plan.pipeline.stages import StagePlan
 from moe_comm.runtime.event_layout import Kind
@@ -49,8 +49,8 @@ class Accumulation:
     Args:
         module: follows ``StageModule``.
         after_backward: called with it after each backward pass.
-        interleave: two micro-batches at a time, forward and backward (``layers/interleave.py``): what one waits for
-            travels while the other computes. A step takes an even number of them. Losses have the same bits; gradients
+        interleave: two micro-batches at a time, forward and backward (``layers/parallel/interleave.py``): what one waits
+            for travels while the other computes. A step takes an even number of them. Losses have the same bits; gradients
             of parameters are those of the first two plus those of the next two and so on, so with one pair they have,
             too.
     """

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from moe_comm.layers.load import LayerLoad, moe_layers, take_loads
+from moe_comm.layers.moe.load import LayerLoad, moe_layers, take_loads
 from moe_comm.train.metrics import Load
 from moe_comm.train.ranks import Ranks
 

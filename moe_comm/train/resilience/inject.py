@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_comm.errors import ConfigError
-from moe_comm.layers.load import moe_layers
+from moe_comm.layers.moe.load import moe_layers
 from moe_comm.observe.faults import DAMAGE, Due, Injection, Plan, read_injections, write_injection
 from moe_comm.observe.records import INJECTED, LineWriter
 from moe_comm.observe.survival import PROGRESS, next_attempt

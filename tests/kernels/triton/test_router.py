@@ -1,4 +1,4 @@
-"""The routing kernel against ``layers/router.py`` in plain torch: the same ids, and values to fp32's rounding."""
+"""The routing kernel against ``layers/moe/router.py`` in plain torch: the same ids, and values to fp32's rounding."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_comm.errors import InputError
-from moe_comm.layers.router import Router, RouterConfig
+from moe_comm.layers.moe.router import Router, RouterConfig
 from tests.kernels.triton.common import drawn, kernels
 from tests.overlap.triton.common import needs_triton
 from tests.pool import RankPool

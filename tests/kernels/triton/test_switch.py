@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_comm.dispatch.local import LocalDispatcher
+from moe_comm.dispatch.backends.local import LocalDispatcher
 from moe_comm.dispatch.payload import Payload, pack, unpack
 from moe_comm.kernels import native
-from moe_comm.layers.experts import Experts
-from moe_comm.layers.router import Router, RouterConfig, Routing
+from moe_comm.layers.moe.experts import Experts
+from moe_comm.layers.moe.router import Router, RouterConfig, Routing
 from moe_comm.topology import ExpertPlacement
 from tests.kernels.triton.common import drawn, kernels, some_ids
 from tests.overlap.triton.common import needs_triton

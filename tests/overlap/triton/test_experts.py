@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 from moe_comm.comm.communicator import CollectiveOptions
 from moe_comm.comm.meeting import channel_of, communicator_of, configure_collectives
 from moe_comm.dispatch import plain
-from moe_comm.dispatch.all_to_all import AllToAllDispatcher, Routes
+from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher, Routes
 from moe_comm.dispatch.payload import Payloads
 from moe_comm.dispatch.types import DispatchOptions
 from moe_comm.errors import ConfigError, InputError, PeerTimeout, RankMismatch, RoutingError

@@ -10,11 +10,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_comm.errors import ConfigError
-from moe_comm.layers.config import AttentionConfig, MLAConfig, TransformerConfig
-from moe_comm.layers.initialize import initialize
-from moe_comm.layers.moe import MoEConfig, ZeroExperts
-from moe_comm.layers.router import RouterConfig
-from moe_comm.layers.transformer import Transformer
+from moe_comm.layers.attention.config import AttentionConfig, MLAConfig
+from moe_comm.layers.moe.layer import MoEConfig, ZeroExperts
+from moe_comm.layers.moe.router import RouterConfig
+from moe_comm.layers.transformer.config import TransformerConfig
+from moe_comm.layers.transformer.initialize import initialize
+from moe_comm.layers.transformer.model import Transformer
 from moe_comm.plan.model.shape import ModelShape
 
 # Widths that are multiples of 64, so that no product is padded, and heads of one width.

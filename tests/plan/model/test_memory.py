@@ -13,14 +13,15 @@ import torch.distributed as dist
 from torch.distributed.pipelining._backward import stage_backward_input
 
 from moe_comm.errors import ConfigError
-from moe_comm.layers.config import AttentionConfig, Recompute, TransformerConfig
-from moe_comm.layers.initialize import initialize
-from moe_comm.layers.interleave import StageInput
-from moe_comm.layers.moe import MoELayer
-from moe_comm.layers.moe_config import MoEConfig
-from moe_comm.layers.recompute import activation_bytes
-from moe_comm.layers.router import RouterConfig
-from moe_comm.layers.transformer import ModelPlan, Transformer
+from moe_comm.layers.attention.config import AttentionConfig
+from moe_comm.layers.moe.config import MoEConfig
+from moe_comm.layers.moe.layer import MoELayer
+from moe_comm.layers.moe.router import RouterConfig
+from moe_comm.layers.parallel.interleave import StageInput
+from moe_comm.layers.parallel.recompute import activation_bytes
+from moe_comm.layers.transformer.config import Recompute, TransformerConfig
+from moe_comm.layers.transformer.initialize import initialize
+from moe_comm.layers.transformer.model import ModelPlan, Transformer
 from moe_comm.plan.machine.hardware_table import H100
 from moe_comm.plan.model.activations import Activations
 from moe_comm.plan.model.files import model_named

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from moe_comm.errors import ConfigError
-from moe_comm.layers.config import AttentionConfig, MLAConfig, TransformerConfig
-from moe_comm.layers.moe_config import MoEConfig, ZeroExperts
-from moe_comm.layers.router import RouterConfig
-from moe_comm.layers.transformer import ModelPlan, Transformer
+from moe_comm.layers.attention.config import AttentionConfig, MLAConfig
+from moe_comm.layers.moe.config import MoEConfig, ZeroExperts
+from moe_comm.layers.moe.router import RouterConfig
+from moe_comm.layers.transformer.config import TransformerConfig
+from moe_comm.layers.transformer.model import ModelPlan, Transformer
 from moe_comm.plan.model.dense_models import DENSE
 from moe_comm.plan.model.moe_models import MODELS
 from moe_comm.plan.model.shape import ModelShape

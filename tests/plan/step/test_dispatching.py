@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_comm.dispatch.relay_routes import inter_host_bytes
+from moe_comm.dispatch.hierarchical.relay_routes import inter_host_bytes
 from moe_comm.errors import ConfigError
 from moe_comm.plan.machine.collectives import Link, Moved
 from moe_comm.plan.machine.hardware import Cluster, Pod

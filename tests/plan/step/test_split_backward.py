@@ -10,13 +10,14 @@ import torch
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from moe_comm.kernels import expert_mlp
-from moe_comm.layers import recompute as recompute_module
-from moe_comm.layers.config import AttentionConfig, Recompute, TransformerConfig
-from moe_comm.layers.initialize import initialize
-from moe_comm.layers.interleave import StageInput
-from moe_comm.layers.moe_config import MoEConfig
-from moe_comm.layers.router import RouterConfig
-from moe_comm.layers.transformer import ModelPlan, Transformer
+from moe_comm.layers.attention.config import AttentionConfig
+from moe_comm.layers.moe.config import MoEConfig
+from moe_comm.layers.moe.router import RouterConfig
+from moe_comm.layers.parallel import recompute as recompute_module
+from moe_comm.layers.parallel.interleave import StageInput
+from moe_comm.layers.transformer.config import Recompute, TransformerConfig
+from moe_comm.layers.transformer.initialize import initialize
+from moe_comm.layers.transformer.model import ModelPlan, Transformer
 from moe_comm.plan.model.mapping import Mapping
 from moe_comm.plan.pipeline.orders import PassKind
 from moe_comm.plan.step.operators import Operation

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from moe_comm.errors import ConfigError, CorruptFile
-from moe_comm.layers.model_plan import ModelPlan
+from moe_comm.layers.transformer.model_plan import ModelPlan
 from moe_comm.topology import ParallelConfig
 from moe_comm.train.data import IGNORE, Corpus, CorpusSettings, Prefetch, SourceSpec, prepare_all
 from moe_comm.train.data.tokenfile import open_tokens

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_comm.errors import ConfigError, NonFiniteLoss, PeerError
-from moe_comm.layers.sequence import Documents
+from moe_comm.layers.attention.sequence import Documents
 from moe_comm.train.data import IGNORE
 from moe_comm.train.loop.trainer import Trainer
 from tests.pool import RankPool

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_comm.comm.channel import Channel
-from moe_comm.layers.collectives import CollectiveOptions, configure_collectives
+from moe_comm.layers.parallel.collectives import CollectiveOptions, configure_collectives
 from moe_comm.topology import FoldedMesh, ParallelConfig
 from moe_comm.train.optim import OptimizerOptions, make_optimizer
 from moe_comm.train.parallel import DataParallel, DataParallelOptions

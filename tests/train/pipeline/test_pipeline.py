@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from moe_comm.errors import ConfigError, InputError
-from moe_comm.layers.shard import shardings_of
+from moe_comm.layers.parallel.shard import shardings_of
 from moe_comm.runtime import meter
 from moe_comm.runtime.meter import COMMUNICATION
 from moe_comm.topology import FoldedMesh, ParallelConfig, Sharding

@@ -10,10 +10,10 @@ import torch
 
 from moe_comm.kernels import expert_mlp
 from moe_comm.layers import grouped_mlp
-from moe_comm.layers.experts import Experts
-from moe_comm.layers.initialize import initialize
-from moe_comm.layers.shard import shardings_of
-from moe_comm.layers.transformer import ModelPlan, Transformer
+from moe_comm.layers.moe.experts import Experts
+from moe_comm.layers.parallel.shard import shardings_of
+from moe_comm.layers.transformer.initialize import initialize
+from moe_comm.layers.transformer.model import ModelPlan, Transformer
 from moe_comm.topology import FoldedMesh, ParallelConfig
 from moe_comm.train.parallel import DataParallel
 from moe_comm.train.pipeline import Activations, MicroBatch, make_runner, plan_stages

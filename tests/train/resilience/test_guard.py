@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moe_comm.errors import CorruptPayload, MoeCommError, NonFiniteLoss, UnsettledStep
-from moe_comm.layers.load import moe_layers
+from moe_comm.layers.moe.load import moe_layers
 from moe_comm.observe.records import FAULTS, FaultRecord, read_lines
 from moe_comm.train import run
 from moe_comm.train.hooks import StepHook

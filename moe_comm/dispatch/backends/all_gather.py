@@ -1,0 +1,124 @@
+"""``all_gather``: every rank gets all tokens and keeps the rows of its experts.
+
+Where top-k is larger than the number of ranks most tokens go to most ranks anyway, several times over: sending each
+token once to everybody moves fewer bytes than sending it K times (MegaScale-MoE, arXiv 2505.11432, section 3.2).
+
+    rank 0: x0 x1, ids ─┐                    ┌─▶ x0 x1 x2 x3, ids ──pick experts 0 1──▶ rows by (expert, source, ...)
+                        ├─ all-gather ───────┤
+    rank 1: x2 x3, ids ─┘  (padded to the    └─▶ x0 x1 x2 x3, ids ──pick experts 2 3──▶ rows
+                            longest)
+Combine:
+
+    deterministic      each row goes back to its token, as in ``all_to_all``, and is summed in slot order
+    otherwise          each rank sums its experts' rows for every token in fp32, and a reduce-scatter adds the ranks'
+                       sums: fewer bytes if K > 2 W (fp32 sums of 16-bit rows), another order, other bits
+
+Partial sums have no payload: a combine with one sends each row back, whether deterministic or not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_comm.comm.header import Header, describe
+from moe_comm.dispatch import plain
+from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher, Routes
+from moe_comm.dispatch.group_scales import GROUP, Groups, decode_groups, encode_groups
+from moe_comm.dispatch.payload import Payload, pack, unpack
+from moe_comm.dispatch.sums import scale_
+from moe_comm.dispatch.types import Layout
+from moe_comm.kernels.wide import wide_dtype
+from moe_comm.runtime.memory import take
+
+
+@dataclass(frozen=True)
+class GatheredRoutes(Routes):
+    """gathered_R: flat slot, in the ids of all ranks one after another, of each row here."""
+
+    gathered_R: Tensor
+
+
+class AllGatherDispatcher(AllToAllDispatcher):
+    """Any device and number of hosts; for a top-k larger than the number of ranks."""
+
+    name = "all_gather"
+
+    def own_rows(self, layout: Layout, leaving: int) -> None:
+        """Rows go to all: the collective counts them."""
+
+    def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, Layout]:
+        counts = self._handshake.exchange(header, ids_TK, x_TD.device)
+        routes = self._routes(ids_TK, counts)
+        doing = describe(header)
+        # Expert ids are below 2^31: the handshake has seen them.
+        ids_PK = self._everywhere(ids_TK.to(torch.int32), counts.tokens_W, doing, fill=-1)
+        own = self.local_experts
+        local_PK = torch.where((ids_PK >= own.start) & (ids_PK < own.stop), ids_PK - own.start, -1)
+        order, _ = plain.order_slots(local_PK, len(own))
+        gathered_R = order[: sum(routes.receive)]
+        x_PD = self._rows_everywhere(x_TD, counts.tokens_W, self.options.payloads.of(header.op), doing)
+        rows_RD = x_PD[gathered_R // ids_TK.shape[1]]
+        layout = self._layout(x_TD, ids_TK, counts, routes, header)
+        return rows_RD, replace(layout, state=GatheredRoutes(**vars(routes), gathered_R=gathered_R))
+
+    def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, layout: Layout, header: Header) -> Tensor:
+        if self.options.deterministic or self.options.payloads.of(header.op).narrows(layout.dtype):
+            return super()._sum(rows_RD, weights_TK, layout, header)
+        self.agree_again(header, rows_RD.device)
+        doing = describe(header)
+        routes: GatheredRoutes = layout.state
+        rows_RD = rows_RD.to(wide_dtype(rows_RD.dtype))
+        if weights_TK is not None:
+            rows_RD = rows_RD * self._weights(weights_TK, routes, doing).unsqueeze(1)
+        longest = max(routes.tokens_W)
+        total_PD = rows_RD.new_zeros(self.world * longest, layout.hidden)
+        total_PD.index_add_(0, routes.gathered_R // layout.top_k, rows_RD)
+        if longest:
+            total_PD = self.channel.reduce_scatter(total_PD.view(self.world, longest, layout.hidden), doing)
+        return total_PD[: layout.num_tokens].to(layout.dtype)
+
+    def _spread(
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, layout: Layout, header: Header
+    ) -> tuple[Tensor, Tensor | None]:
+        self.agree_again(header, grad_TD.device)
+        doing = describe(header)
+        routes: GatheredRoutes = layout.state
+        weights_R = self._weights(weights_TK, routes, doing)
+        grad_PD = self._rows_everywhere(grad_TD, routes.tokens_W, self.options.payloads.of(header.op), doing)
+        grad_RD = take(grad_PD, routes.gathered_R // layout.top_k)
+        dots_R = scale_(grad_RD, weights_R, rows_RD)
+        return grad_RD, None if dots_R is None else self._dots(dots_R, layout, doing)
+
+    def _weights(self, weights_TK: Tensor, routes: GatheredRoutes, doing: str) -> Tensor:
+        """[R] the weight of each row here."""
+        return self._everywhere(weights_TK, routes.tokens_W, doing).reshape(-1)[routes.gathered_R]
+
+    def _rows_everywhere(self, rows_TD: Tensor, tokens_W: tuple[int, ...], payload: Payload, doing: str) -> Tensor:
+        """``_everywhere`` of rows in their payload; groups of rows are those of a rank's tokens, experts apart."""
+        if payload.scales == "group":
+            return self._groups_everywhere(rows_TD, tokens_W, payload, doing) if max(tokens_W) else rows_TD
+        moved_PX = self._everywhere(pack(rows_TD, payload), tokens_W, doing)
+        return unpack(moved_PX, payload, rows_TD.shape[1], rows_TD.dtype)
+
+    def _groups_everywhere(self, rows_TD: Tensor, tokens_W: tuple[int, ...], payload: Payload, doing: str) -> Tensor:
+        longest, device = max(tokens_W), rows_TD.device
+        groups_W = tuple(-(-tokens // GROUP) for tokens in tokens_W)
+        own = Groups.of(np.array([rows_TD.shape[0]]), (0, 1), device)
+        packed_TX, scale_GD = encode_groups(rows_TD, own, payload)
+        packed_PX = self._everywhere(packed_TX, tokens_W, doing)
+        scale_PD = self._everywhere(scale_GD, groups_W, doing)
+        every = Groups.of(np.full(self.world, longest), range(self.world + 1), device)  # padded as the rows are
+        return decode_groups(packed_PX, scale_PD, every, rows_TD.dtype)
+
+    def _everywhere(self, tensor_TX: Tensor, tokens_W: tuple[int, ...], doing: str, fill: float = 0) -> Tensor:
+        """[W * longest, X] of every rank, each padded to the longest with ``fill``."""
+        longest = max(tokens_W)
+        if not longest:
+            return tensor_TX
+        padded = F.pad(tensor_TX, (0, 0, 0, longest - tensor_TX.shape[0]), value=fill)
+        return self.channel.all_gather(padded, doing).flatten(0, 1)

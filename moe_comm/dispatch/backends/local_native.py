@@ -1,0 +1,52 @@
+"""``local`` on CPU tensors: the native core sorts rows into warm memory; other tensors go through plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_comm.comm.header import Header
+from moe_comm.dispatch.backends.local import LocalDispatcher
+from moe_comm.dispatch.backends.native import NativeRows, supported
+from moe_comm.dispatch.types import DispatchOptions, Layout
+from moe_comm.runtime.shared import DTYPE_CODES, native, private_heap
+from moe_comm.topology import ExpertPlacement
+
+
+class NativeLocalDispatcher(LocalDispatcher):
+    """All experts here; fp32, bf16 and fp16 on the CPU by the native core, the rest by ``LocalDispatcher``."""
+
+    def __init__(
+        self,
+        placement: ExpertPlacement,
+        group: ProcessGroup | None = None,
+        rank: int = 0,
+        options: DispatchOptions | None = None,
+    ) -> None:
+        super().__init__(placement, group, rank, options)
+        self._core = native()
+        self._rows = NativeRows(private_heap(), placement.offsets, rank)
+
+    def empty_rows(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Warm memory on the CPU, else what torch gives."""
+        if device.type == "cpu" and dtype in DTYPE_CODES:
+            return self._rows.empty_rows(num_rows, width, dtype)
+        return super().empty_rows(num_rows, width, dtype, device)
+
+    def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, Layout]:
+        if header.fault is None and supported(x_TD):
+            return self._rows.send(x_TD, ids_TK, header)
+        return super()._send(x_TD, ids_TK, header)
+
+    def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, layout: Layout, header: Header) -> Tensor:
+        if isinstance(layout.state, self._core.Layout):
+            return self._rows.sum(rows_RD, weights_TK, layout, header)
+        return super()._sum(rows_RD, weights_TK, layout, header)
+
+    def _spread(
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, layout: Layout, header: Header
+    ) -> tuple[Tensor, Tensor | None]:
+        if isinstance(layout.state, self._core.Layout):
+            return self._rows.spread(grad_TD, rows_RD, weights_TK, layout, header)
+        return super()._spread(grad_TD, rows_RD, weights_TK, layout, header)

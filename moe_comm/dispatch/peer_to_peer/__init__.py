@@ -1,0 +1,1 @@
+"""The backend for GPUs of one host: kernels read and write the peers' memory."""

@@ -1,0 +1,1 @@
+"""Self-attention, multi-head latent attention, and context parallelism."""

@@ -1,0 +1,1 @@
+"""``check_grads``: gradients of a parallel layer against those of one rank."""

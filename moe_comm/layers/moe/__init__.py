@@ -1,0 +1,1 @@
+"""The MoE layer: router, experts, shared experts, load and auxiliary losses."""

@@ -1,0 +1,338 @@
+"""Routers: which K experts each token goes to, and with what weights.
+
+    logits_TE ──score──▶ scores_TE ──(+ bias, groups)──▶ top-k ──▶ ids_TK ──(normalise, scale)──▶ weights_TK
+
+All of it runs in fp32 (float64 for float64 tokens), whatever autocast says. For one token the result has the same
+bits in every batch, see ``kernels/row_invariant.py``.
+
+    model               score         normalize  else
+    Mixtral             softmax       True
+    Qwen2/3-MoE, OLMoE  softmax       norm_topk_prob
+    DeepSeek-V3         sigmoid       True       groups with top2_sum, correction_bias, scale
+    gpt-oss             topk_softmax  -          linear_bias
+    LongCat-Flash       softmax       False      correction_bias, scale
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from moe_comm.dispatch import DROPPED, INVALID_LOGITS
+from moe_comm.errors import ConfigError, InputError
+from moe_comm.kernels.autocast import without_autocast
+from moe_comm.kernels.native import TRITON_DEVICES, for_triton
+from moe_comm.kernels.pointwise import sigmoid
+from moe_comm.kernels.row_invariant import row_invariant_linear
+from moe_comm.layers.moe.losses import (
+    expert_counts,
+    global_counts,
+    load_balance_loss,
+    sequence_balance_loss,
+    z_loss,
+)
+from moe_comm.layers.parallel.recompute import again
+
+Score = Literal["softmax", "sigmoid", "topk_softmax"]
+GroupScore = Literal["max", "top2_sum"]
+BalanceForm = Literal["batch", "sequence"]
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """How experts are chosen and weighted.
+
+    score: softmax over all experts, sigmoid of each logit, or softmax over the K chosen logits alone.
+    normalize: divide the K weights by their sum (``topk_softmax`` has sum 1 already).
+    scale: factor on the weights (DeepSeek's ``routed_scaling_factor``).
+    num_groups, top_groups: experts stand in equal groups, and only those of the best ``top_groups`` can be chosen
+        (DeepSeek-V2/V3); ``group_score`` says by what groups are ranked.
+    correction_bias: a buffer added to the scores for the choice but not in the weights, which ``update_bias`` moves
+        towards balance (DeepSeek-V3's aux-loss-free balancing, arXiv 2408.15664).
+    linear_bias: a learned bias on the logits.
+    balance_loss, z_loss: coefficients of the auxiliary losses; 0 leaves them out.
+    balance_form: over the whole batch (Switch) or sequence by sequence (DeepSeek-V3).
+    """
+
+    num_experts: int
+    top_k: int
+    score: Score = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: GroupScore = "top2_sum"
+    correction_bias: bool = False
+    linear_bias: bool = False
+    balance_loss: float = 0.0
+    balance_form: BalanceForm = "batch"
+    z_loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, kind in (("score", Score), ("group_score", GroupScore), ("balance_form", BalanceForm)):
+            if getattr(self, name) not in get_args(kind):
+                raise ConfigError(f"{name} must be one of {', '.join(get_args(kind))}; got {getattr(self, name)!r}")
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ConfigError(f"top_k must be between 1 and num_experts {self.num_experts}; got {self.top_k}")
+        if self.num_groups < 1 or self.num_experts % self.num_groups:
+            raise ConfigError(f"num_groups must divide num_experts {self.num_experts}; got {self.num_groups}")
+        if not 1 <= self.top_groups <= self.num_groups:
+            raise ConfigError(f"top_groups must be between 1 and num_groups {self.num_groups}; got {self.top_groups}")
+        size = self.num_experts // self.num_groups
+        if self.top_groups * size < self.top_k:
+            raise ConfigError(
+                f"{self.top_groups} groups of {size} experts are fewer than top_k {self.top_k}: raise top_groups"
+            )
+        if self.balance_loss < 0 or self.z_loss < 0:
+            raise ConfigError(f"loss coefficients cannot be negative; got {self.balance_loss} and {self.z_loss}")
+
+
+class Routing(NamedTuple):
+    """A router's answer.
+
+    ids_TK: [T, K] int64 expert ids, all different; -1 where fewer than K experts can be chosen because the other
+        logits are -Inf; -2 in all slots of a token whose logits are NaN, +Inf or all -Inf: dispatch then raises
+        RoutingError on every rank.
+    weights_TK: [T, K] fp32; zero where the id is negative.
+    logits_TE: [T, E] fp32; None if the routing was not made from logits.
+    aux_loss: scalar, the weighted sum of the auxiliary losses; None without any.
+    """
+
+    ids_TK: Tensor
+    weights_TK: Tensor
+    logits_TE: Tensor | None = None
+    aux_loss: Tensor | None = None
+
+
+def recomputing() -> bool:
+    """Whether a backward pass is under way: what runs then is activation checkpointing's second forward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Router(nn.Module):
+    """Chooses experts for tokens. See ``RouterConfig``.
+
+    Args:
+        hidden: D, the tokens' width.
+        group: process group over which the load is counted for the balance loss, so that it is that of the global
+            batch and the ranks' gradients add up to its gradient. None counts this rank's tokens alone.
+        sequence_group: the ranks, all in ``group``, over which every sequence is spread (context and tensor
+            parallelism); the sequence-wise balance loss is then that of whole sequences. None: they are whole here.
+
+    Attributes:
+        weight [E, D], bias [E], correction_bias [E] fp32: parameters and persistent buffer.
+        load_E: [E] int64, slots per expert since ``take_load``; counted in training, once per token even if
+            activation checkpointing runs the router twice.
+        drop_invalid: tokens whose logits are NaN or all -Inf go to no expert and are counted in ``invalid``, for a
+            caller who looks there; else they are a ``RoutingError`` of the dispatch.
+        losses: the last call's auxiliary losses by name, detached and without their coefficients: this rank's share,
+            which adds up over ``group``.
+    """
+
+    correction_bias: Tensor | None
+    counters = ("load_E", "invalid")
+    """Buffers that count this rank's tokens."""
+    load_E: Tensor
+    invalid: Tensor
+
+    def __init__(
+        self,
+        hidden: int,
+        config: RouterConfig,
+        group: ProcessGroup | None = None,
+        *,
+        sequence_group: ProcessGroup | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden, self.config, self.group, self.sequence_group = hidden, config, group, sequence_group
+        self.weight = nn.Parameter(torch.empty(config.num_experts, hidden, dtype=dtype, device=device))
+        bias = torch.zeros(config.num_experts, dtype=dtype, device=device) if config.linear_bias else None
+        self.bias = None if bias is None else nn.Parameter(bias)
+        # Not the default dtype: models are often built with that set to bf16, whose steps are larger than an update.
+        correction = torch.zeros(config.num_experts, dtype=torch.float32, device=device)
+        self.register_buffer("correction_bias", correction if config.correction_bias else None)
+        load = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
+        self.register_buffer("load_E", load, persistent=False)
+        invalid = torch.zeros((), dtype=torch.int64, device=device)
+        self.register_buffer("invalid", invalid, persistent=False)
+        self.drop_invalid = False
+        self.losses: dict[str, Tensor] = {}
+        self.reset_parameters()
+
+    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
+        """Normal weights, zero biases, nothing counted."""
+        self.load_E.zero_()
+        self.invalid.zero_()
+        nn.init.normal_(self.weight, std=std, generator=generator)
+        for zero in (self.bias, self.correction_bias):
+            if zero is not None:
+                nn.init.zeros_(zero)
+
+    def extra_repr(self) -> str:
+        return f"hidden={self.hidden}, {self.config}"
+
+    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
+        # model.bfloat16() must not round the correction bias: its updates are smaller than bf16 steps.
+        correction = self.correction_bias
+        super()._apply(fn, recurse)
+        moved = self.correction_bias
+        if correction is not None and moved is not None and moved.dtype in (torch.bfloat16, torch.float16):
+            self.correction_bias = correction.to(moved.device)
+        return self
+
+    def forward(self, x_TD: Tensor, num_sequences: int = 1, ids_TK: Tensor | None = None) -> Routing:
+        """Route tokens.
+
+        Args:
+            x_TD: [T, D] fp32, bf16, fp16 or float64.
+            num_sequences: the T tokens are that many sequences, or pieces of sequences, of equal length (for the
+                sequence-wise balance loss).
+            ids_TK: experts chosen elsewhere (replayed routing); they only get their weights here.
+        """
+        if x_TD.dim() != 2 or x_TD.shape[1] != self.hidden:
+            raise InputError(f"router of hidden size {self.hidden} needs x [T, {self.hidden}]; got {tuple(x_TD.shape)}")
+        wide = torch.promote_types(x_TD.dtype, torch.float32)
+        with without_autocast(x_TD):
+            bias = None if self.bias is None else self.bias.to(wide)
+            wide_TD = x_TD if x_TD.dtype == wide else again(lambda x: x.to(wide), x_TD)
+            logits_TE = row_invariant_linear(wide_TD, self.weight.to(wide), bias)
+            on_device = logits_TE.device.type in TRITON_DEVICES and for_triton(logits_TE)
+            routed = self._route_at_once(logits_TE) if ids_TK is None and on_device else None
+            if routed is not None:
+                ids_TK, weights_TK, scores_TE = routed
+            else:
+                scores_TE = self._scores(logits_TE)
+                if ids_TK is None:
+                    ids_TK = self._choose(logits_TE.detach(), scores_TE.detach())
+                weights_TK = self._weights(logits_TE, scores_TE, ids_TK)
+            aux_loss = self._aux_loss(logits_TE, scores_TE, ids_TK, num_sequences)
+        self._count(ids_TK)
+        return Routing(ids_TK, weights_TK, logits_TE, aux_loss)
+
+    def _scores(self, logits_TE: Tensor) -> Tensor:
+        return sigmoid(logits_TE) if self.config.score == "sigmoid" else torch.softmax(logits_TE, -1)
+
+    def _choose(self, logits_TE: Tensor, scores_TE: Tensor) -> Tensor:
+        c = self.config
+        choice_TE = logits_TE if c.score == "topk_softmax" else scores_TE
+        if self.correction_bias is not None:
+            choice_TE = choice_TE + self.correction_bias
+        # Softmax underflows to 0 for far-off experts, and a bias can lift a forbidden one: -Inf must stay last.
+        forbidden_TE = logits_TE == float("-inf")
+        choice_TE = choice_TE.masked_fill(forbidden_TE, float("-inf"))
+        if c.top_groups < c.num_groups:
+            grouped_TGS = choice_TE.unflatten(1, (c.num_groups, -1))
+            best = min(2 if c.group_score == "top2_sum" else 1, grouped_TGS.shape[2])
+            groups_TG = grouped_TGS.topk(best, dim=-1).values.sum(-1).topk(c.top_groups, dim=-1).indices
+            allowed_TG = torch.zeros(grouped_TGS.shape[:2], dtype=torch.bool, device=logits_TE.device)
+            allowed_TG.scatter_(1, groups_TG, True)
+            choice_TE = grouped_TGS.masked_fill(~allowed_TG.unsqueeze(-1), float("-inf")).flatten(1)
+        top = choice_TE.topk(c.top_k, dim=-1)
+        ids_TK = top.indices.masked_fill(top.values == float("-inf"), DROPPED)
+        bad_T = (logits_TE.isnan() | (logits_TE == float("inf"))).any(-1) | forbidden_TE.all(-1)
+        return self._marked(ids_TK, bad_T)
+
+    def _marked(self, ids_TK: Tensor, bad_T: Tensor) -> Tensor:
+        if self.drop_invalid:
+            self.invalid += bad_T.sum()
+            return ids_TK.masked_fill(bad_T.unsqueeze(-1), DROPPED)
+        return ids_TK.masked_fill(bad_T.unsqueeze(-1), INVALID_LOGITS)
+
+    def _route_at_once(self, logits_TE: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Ids, weights and scores by the Triton kernel, if it takes them.
+
+        Without a loss that looks at the scores, the logits take their place.
+        """
+        from moe_comm.kernels.triton.router import route, takes
+
+        if not takes(logits_TE, self.config):
+            return None
+        want = self.training and self.config.balance_loss > 0
+        ids_TK, weights_TK, scores_TE = route(logits_TE, self.correction_bias, self.config, scores=want)
+        if self.drop_invalid:
+            ids_TK = self._marked(ids_TK, ids_TK[:, 0] == INVALID_LOGITS)
+        return ids_TK, weights_TK, logits_TE if scores_TE is None else scores_TE
+
+    def _weights(self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        c = self.config
+        empty_TK = ids_TK < 0
+        index_TK = ids_TK.clamp(min=0)
+        if c.score == "topk_softmax":
+            chosen_TK = logits_TE.gather(1, index_TK).masked_fill(empty_TK, float("-inf"))
+            # A token without experts has no softmax; zeros keep NaN out of its gradient.
+            none_T1 = empty_TK.all(-1, keepdim=True)
+            weights_TK = torch.softmax(chosen_TK.masked_fill(none_T1, 0.0), -1).masked_fill(empty_TK, 0.0)
+        else:
+            weights_TK = scores_TE.gather(1, index_TK).masked_fill(empty_TK, 0.0)
+            if c.normalize:
+                weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+        return weights_TK if c.scale == 1.0 else weights_TK * c.scale
+
+    def _aux_loss(self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, num_sequences: int) -> Tensor | None:
+        c = self.config
+        if not (self.training and (c.balance_loss or c.z_loss)):
+            return None
+        tokens = ids_TK.shape[0]
+        own_E = expert_counts(ids_TK, c.num_experts)
+        # A sequence that is spread over ranks is counted by the first of them.
+        if self.sequence_group is None:
+            sequences = num_sequences if tokens else 0
+        else:
+            sequences = num_sequences if dist.get_rank(self.sequence_group) == 0 else 0
+        counts_E, all_tokens, all_sequences = global_counts(own_E, tokens, sequences, self.group)
+        aux = logits_TE.new_zeros(())
+        if c.balance_loss:
+            probs_TE = scores_TE
+            if c.score == "sigmoid":  # all scores of a token may underflow to 0
+                probs_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
+            if c.balance_form == "sequence":
+                balance = sequence_balance_loss(probs_TE, ids_TK, num_sequences, all_sequences, self.sequence_group)
+            else:
+                balance = load_balance_loss(probs_TE, counts_E, all_tokens)
+            self.losses["balance"] = balance.detach()
+            aux = aux + c.balance_loss * balance
+        if c.z_loss:
+            z = z_loss(logits_TE, all_tokens)
+            self.losses["z"] = z.detach()
+            aux = aux + c.z_loss * z
+        return aux
+
+    @torch.no_grad()
+    def _count(self, ids_TK: Tensor) -> None:
+        if self.training and not recomputing():
+            self.load_E += expert_counts(ids_TK, self.config.num_experts)
+
+    @torch.no_grad()
+    def take_load(self, group: ProcessGroup | None = None) -> Tensor:
+        """[E] int64 slots per expert since the last call, summed over ``group``; starts again from zero."""
+        load_E, _, _ = global_counts(self.load_E, 0, 0, group)
+        self.load_E.zero_()
+        return load_E
+
+    @torch.no_grad()
+    def update_bias(self, load_E: Tensor, rate: float = 1e-3, recenter: bool = False) -> None:
+        """Raise the correction bias of experts with less than the mean load by ``rate``, lower that of the others.
+
+        Args:
+            load_E: [E] slots per expert of the last step, the same on every rank (``take_load`` with a group).
+            recenter: then take the mean off the bias, which changes no choice and keeps it from drifting.
+
+        Raises:
+            ConfigError: this router has no correction bias.
+            InputError: ``load_E`` has the wrong shape.
+        """
+        if self.correction_bias is None:
+            raise ConfigError("this router has no correction bias; set RouterConfig(correction_bias=True)")
+        if tuple(load_E.shape) != (self.config.num_experts,):
+            raise InputError(f"update_bias needs load [{self.config.num_experts}]; got {tuple(load_E.shape)}")
+        load = load_E.to(self.correction_bias.device, torch.float64)
+        self.correction_bias += rate * torch.sign(load.mean() - load).to(self.correction_bias.dtype)
+        if recenter:
+            self.correction_bias -= self.correction_bias.mean()

@@ -1,0 +1,262 @@
+"""Cross-entropy over a vocabulary cut over tensor-parallel ranks, without ever holding the logits.
+
+For each chunk of C tokens, on every rank of the group:
+
+    h_CD ──@ own rows of the weightᵀ──▶ logits_CV (own rows) ──▶ max, sum of exp, the target's logit
+                                                             ──exchange [C, 3]──▶ log-sum-exp over all rows ──▶ loss_C
+         (softmax - one-hot) of own rows, in place ──▶ part of the hidden states' gradient, sum into the weight's
+
+so the largest thing that exists is [C, V / W]. As in Liger Kernel (arXiv 2410.10989) the gradients are made in the
+forward pass, while the logits are there, and only multiplied in backward: nothing is computed twice. What stays until
+backward is the gradient of the hidden states, as large as they are, and that of the weight in fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from moe_comm.errors import InputError, RankMismatch
+from moe_comm.kernels.autocast import cast_parameter, compute_dtype, without_autocast
+from moe_comm.kernels.wanted import wanted_gradients
+from moe_comm.kernels.wide import wide_dtype
+from moe_comm.layers.parallel.collectives import (
+    gather_dim,
+    gather_values,
+    group_rank,
+    group_size,
+    scatter_sum,
+    sum_values,
+)
+
+IGNORE_INDEX = -100
+"""Targets of this value have no loss."""
+CHUNK_ELEMENTS = 1 << 24
+"""Logits of one chunk on one rank, unless told otherwise: 64 MB in fp32."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What is the same for every chunk.
+
+    rows_W: rows of the weight that each rank holds. chunk: tokens. needs_x, needs_weight: gradients to make.
+    """
+
+    group: ProcessGroup | None
+    rows_W: tuple[int, ...]
+    chunk: int
+    ignore_index: int
+    sequence_dim: int | None
+    needs_x: bool
+    needs_weight: bool
+
+
+def vocab_parallel_cross_entropy(
+    x_BSD: Tensor,
+    weight_VD: Tensor,
+    targets_BS: Tensor,
+    group: ProcessGroup | None = None,
+    *,
+    ignore_index: int = IGNORE_INDEX,
+    chunk: int | None = None,
+    sequence_dim: int | None = 1,
+) -> Tensor:
+    """Sum over tokens of the cross-entropy of softmax(x @ weight.T). Collective.
+
+    With ``sequence_dim`` each rank returns the loss of the tokens whose hidden states it gave, so the losses add up
+    over the group to the whole, and over all ranks as for any other parallelism; the gradients are those of the
+    whole, of this rank's hidden states and this rank's rows of the weight. Every rank must run backward from its own
+    value, all with the same factor. Without ``sequence_dim`` every rank returns the whole loss, and the gradient of
+    the hidden states is complete on every rank.
+
+    Args:
+        x_BSD: [B, S / W, D] this rank's hidden states; with ``sequence_dim`` None [B, S, D], alike on every rank. Any
+            leading dimensions.
+        weight_VD: [own rows, D] of the output projection, any number of rows, the ranks' one after another.
+        targets_BS: [B, S] ids of all tokens, alike on every rank.
+        group: the tensor-parallel group; None: one rank holds everything.
+        ignore_index: targets of this value have no loss and no gradient.
+        chunk: tokens at a time; None: so many that a chunk's logits are ``CHUNK_ELEMENTS`` numbers.
+        sequence_dim: dimension of x in which tokens are cut over the ranks.
+
+    Returns:
+        Scalar, fp32 (float64 for float64); log-sum-exp and the weight's gradient are in that too. The products are in
+        the dtype of x, or autocast's.
+
+    Raises:
+        InputError: shapes or dtypes do not fit, or a target is out of range; on every rank of the group.
+        RankMismatch: ranks disagree on the targets, on ``chunk``, or on whether x needs its gradient; on every rank.
+        PeerDied, PeerTimeout: a rank is gone or does not come.
+    """
+    grad = torch.is_grad_enabled()
+    needs_x, needs_weight = grad and x_BSD.requires_grad, grad and weight_VD.requires_grad
+    fault = _fault(x_BSD, weight_VD, targets_BS, group, chunk, sequence_dim)
+    rows_W = _agree(x_BSD, weight_VD, targets_BS, group, (chunk or 0, ignore_index, needs_x), fault)
+    _check_targets(targets_BS, sum(rows_W), ignore_index)
+    tokens = targets_BS.numel()
+    chunk = min(chunk or max(1, CHUNK_ELEMENTS // max(*rows_W, 1)), max(tokens, 1))
+    call = _Call(group, rows_W, chunk, ignore_index, sequence_dim, needs_x, needs_weight)
+    return _CrossEntropy.apply(x_BSD, weight_VD, targets_BS, call)  # type: ignore[no-any-return]
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BSD: Tensor, weight_VD: Tensor, targets_BS: Tensor, call: _Call) -> Tensor:
+        ctx.dtypes = x_BSD.dtype, weight_VD.dtype
+        # Cast here and not outside, where the weight's gradient would be rounded to 16 bits on its way back.
+        x_BSD, weight_VD = x_BSD.to(compute_dtype(x_BSD)), cast_parameter(weight_VD, x_BSD)
+        with without_autocast(x_BSD):
+            whole_BSD = x_BSD if call.sequence_dim is None else gather_dim(x_BSD, call.group, call.sequence_dim)
+            loss_T, grad_TD, grad_VD = _chunks(whole_BSD.flatten(0, -2), weight_VD, targets_BS.reshape(-1), call)
+            grad_BSD = None if grad_TD is None else grad_TD.view(whole_BSD.shape)
+            loss_BS = loss_T.view(targets_BS.shape)
+            if call.sequence_dim is None:
+                grad_BSD = None if grad_BSD is None else sum_values(grad_BSD, call.group)
+            else:
+                grad_BSD = None if grad_BSD is None else scatter_sum(grad_BSD, call.group, call.sequence_dim)
+                world, dim = group_size(call.group), call.sequence_dim
+                loss_BS = loss_BS.chunk(world, dim)[group_rank(call.group)] if world > 1 else loss_BS
+        ctx.save_for_backward(grad_BSD, grad_VD)
+        return loss_BS.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_BSD, grad_VD = ctx.saved_tensors
+        of_x, of_weight = ctx.dtypes
+        needs_x, needs_weight, *_ = wanted_gradients(ctx)
+        return (
+            (grad_BSD * grad).to(of_x) if needs_x else None,
+            (grad_VD * grad).to(of_weight) if needs_weight else None,
+            None,
+            None,
+        )
+
+
+def _chunks(
+    x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, call: _Call
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Loss of each token; this rank's part of the hidden states' gradient; the gradient of its rows."""
+    wide = wide_dtype(x_TD.dtype)
+    own, first = weight_VD.shape[0], sum(call.rows_W[: group_rank(call.group)])
+    loss_T = torch.zeros(x_TD.shape[0], dtype=wide, device=x_TD.device)
+    grad_TD = torch.empty_like(x_TD) if call.needs_x else None
+    grad_VD = torch.zeros_like(weight_VD, dtype=wide) if call.needs_weight else None
+    for start in range(0, x_TD.shape[0], call.chunk):
+        part = slice(start, start + call.chunk)
+        x_CD, targets_C = x_TD[part], targets_T[part]
+        valid_C = targets_C != call.ignore_index
+        here_C = valid_C & (targets_C >= first) & (targets_C < first + own)
+        place_C1 = (targets_C - first).where(here_C, 0).long().unsqueeze(1)
+        exp_CV = (x_CD @ weight_VD.t()).to(wide)
+        # From here on the logits' memory holds what is made of them.
+        target_C = exp_CV.gather(1, place_C1).squeeze(1).where(here_C, 0.0) if own else exp_CV.new_zeros(len(x_CD))
+        max_C = exp_CV.amax(1) if own else exp_CV.new_full((len(x_CD),), -torch.inf)
+        sum_C = exp_CV.sub_(max_C.unsqueeze(1)).exp_().sum(1)
+        lse_C, target_C = _over_all_rows(max_C + sum_C.log() if own else max_C, target_C, call.group)
+        loss_T[part] = (lse_C - target_C).where(valid_C, 0.0)
+        if grad_TD is None and grad_VD is None:
+            continue
+        exp_CV.mul_(((max_C - lse_C).exp() * valid_C).unsqueeze(1))
+        if own:
+            exp_CV.scatter_add_(1, place_C1, here_C.to(wide).neg_().unsqueeze(1))
+        grad_CV = exp_CV.to(x_TD.dtype)
+        del exp_CV
+        if grad_TD is not None:
+            torch.mm(grad_CV, weight_VD, out=grad_TD[part])
+        if grad_VD is not None:
+            if grad_VD.dtype == x_TD.dtype:
+                grad_VD.addmm_(grad_CV.t(), x_CD)
+            else:
+                grad_VD += grad_CV.t() @ x_CD
+        del grad_CV  # before the next chunk's logits
+    return loss_T, grad_TD, grad_VD
+
+
+def _over_all_rows(lse_C: Tensor, target_C: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """[C] log-sum-exp over the rows of all ranks, and [C] the target's logit, which all but one rank have zero for."""
+    if group_size(group) == 1:
+        return lse_C, target_C
+    every_W2C = gather_values(torch.stack((lse_C, target_C)), group, "the vocabulary's log-sum-exp")
+    return every_W2C[:, 0].logsumexp(0), every_W2C[:, 1].sum(0)
+
+
+def _fault(
+    x_BSD: Tensor,
+    weight_VD: Tensor,
+    targets_BS: Tensor,
+    group: ProcessGroup | None,
+    chunk: int | None,
+    sequence_dim: int | None,
+) -> InputError | None:
+    world = group_size(group)
+    if x_BSD.dim() < 2 or weight_VD.dim() != 2 or x_BSD.shape[-1] != weight_VD.shape[1]:
+        return InputError(
+            f"cross-entropy needs x [.., D] and weight [V, D]; got {tuple(x_BSD.shape)} and {tuple(weight_VD.shape)}"
+        )
+    if sequence_dim is not None and not 0 <= sequence_dim < x_BSD.dim() - 1:
+        return InputError(f"sequence_dim {sequence_dim} is no dimension of tokens in x of shape {tuple(x_BSD.shape)}")
+    expected = [n * world if dim == sequence_dim else n for dim, n in enumerate(x_BSD.shape[:-1])]
+    if list(targets_BS.shape) != expected:
+        return InputError(
+            f"hidden states of shape {tuple(x_BSD.shape)} on each of {world} rank(s) need targets {expected}; "
+            f"got {tuple(targets_BS.shape)}"
+        )
+    if targets_BS.dtype not in (torch.int64, torch.int32):
+        return InputError(f"targets must be int64 or int32; got {targets_BS.dtype}")
+    if compute_dtype(x_BSD) != cast_parameter(weight_VD, x_BSD).dtype:
+        return InputError(f"x is {x_BSD.dtype} and the weight {weight_VD.dtype}; convert one, or use torch.autocast")
+    if chunk is not None and chunk < 1:
+        return InputError(f"chunk must be at least 1 token; got {chunk}")
+    return None
+
+
+def _agree(
+    x_BSD: Tensor,
+    weight_VD: Tensor,
+    targets_BS: Tensor,
+    group: ProcessGroup | None,
+    same: tuple[int, ...],
+    fault: InputError | None,
+) -> tuple[int, ...]:
+    """Rows of every rank, after comparing what must be alike; a fault of one rank is raised on all."""
+    if group_size(group) == 1:
+        if fault is not None:
+            raise fault
+        return (weight_VD.shape[0],)
+    # Two sums by which targets that differ are found: of the ids, and of the ids times their place.
+    flat_T = targets_BS.reshape(-1).long()
+    place_T = torch.arange(flat_T.numel(), device=flat_T.device)
+    targets = torch.stack((flat_T.sum(), (flat_T * place_T).sum()))
+    said = [flat_T.numel(), x_BSD.shape[-1] if x_BSD.dim() else 0, *same]
+    words = torch.tensor([int(fault is not None), weight_VD.shape[0], *said], device=flat_T.device)
+    words = torch.cat((words, targets))
+    rows = gather_values(words, group, "the start of a cross-entropy").tolist()
+    if fault is not None:
+        raise fault
+    bad = [rank for rank, row in enumerate(rows) if row[0]]
+    if bad:
+        raise InputError(f"ranks {bad} of the group were given bad input for the cross-entropy; see their messages")
+    if any(row[2:] != rows[0][2:] for row in rows):
+        raise RankMismatch(
+            "ranks disagree in a cross-entropy: (tokens, hidden size, chunk, ignore_index, whether x needs its "
+            "gradient, sum of targets, sum of targets by place) are by rank "
+            f"{[tuple(row[2:]) for row in rows]}"
+        )
+    return tuple(row[1] for row in rows)
+
+
+def _check_targets(targets_BS: Tensor, vocab: int, ignore_index: int) -> None:
+    # Targets are alike on every rank, so all raise.
+    bad = ((targets_BS < 0) | (targets_BS >= vocab)) & (targets_BS != ignore_index)
+    if bool(bad.any()):
+        value = int(targets_BS[bad][0])
+        raise InputError(
+            f"target {value} is outside 0..{vocab - 1} and is not ignore_index {ignore_index}; "
+            f"{int(bad.sum())} such targets"
+        )

@@ -1,0 +1,1 @@
+"""Whole transformers: blocks, the model, its description, initial weights and gathered state."""

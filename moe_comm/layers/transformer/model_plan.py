@@ -1,0 +1,123 @@
+"""``ModelPlan``: which part of a transformer this rank holds, and with whom it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import get_args
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_comm.dispatch import DispatchOptions
+from moe_comm.errors import ConfigError
+from moe_comm.layers.attention.config import Context
+from moe_comm.layers.attention.sequence import check_context, local_positions
+from moe_comm.layers.transformer.config import Recompute
+from moe_comm.overlap.chunked import Overlap
+from moe_comm.topology import FoldedMesh, ParallelConfig
+
+
+@dataclass(frozen=True, eq=False)
+class ModelPlan:
+    """What of a model is here, and how it runs. Without arguments: all of it, on one rank.
+
+    place, sizes: of this rank on the seven axes of the mapping, and the axes' sizes (``ParallelConfig``).
+    tp_group, cp_group: ranks that share heads and vocabulary, and ranks that share sequences; None: this one alone.
+    sequence_group: tp and cp together. stage_group: all ranks of the pipeline stage. expert_group: ranks that share
+        one set of experts, etp * ep of them, etp fastest.
+    layers: global ids of the layers held here, ascending; none is allowed. None: all.
+    has_embedding, has_head: this is the first, the last pipeline stage.
+    context: form of context parallelism. recompute: what backward computes again, see ``recompute.py``.
+    overlap: how linear layers hide their communication over tp_group, and MoE layers dispatch and combine; None: not at
+        all.
+    backend, options: of the dispatch of MoE layers, see ``make_dispatcher``.
+    dtype: of parameters and activations; None: torch's default. device: "meta" gives shapes only, no memory.
+    """
+
+    place: Mapping[str, int] = field(default_factory=lambda: ParallelConfig().place(0))
+    sizes: Mapping[str, int] = field(default_factory=lambda: ParallelConfig().sizes)
+    tp_group: ProcessGroup | None = None
+    cp_group: ProcessGroup | None = None
+    sequence_group: ProcessGroup | None = None
+    stage_group: ProcessGroup | None = None
+    expert_group: ProcessGroup | None = None
+    layers: tuple[int, ...] | None = None
+    has_embedding: bool = True
+    has_head: bool = True
+    context: Context = "ulysses"
+    recompute: Recompute = "none"
+    overlap: Overlap | None = None
+    backend: str = "auto"
+    options: DispatchOptions | None = None
+    dtype: torch.dtype | None = None
+    device: torch.device | str = "cpu"
+
+    def __post_init__(self) -> None:
+        check_context(self.context)
+        if self.recompute not in get_args(Recompute):
+            raise ConfigError(f"recompute must be one of {', '.join(get_args(Recompute))}; got {self.recompute!r}")
+        if self.layers is not None and list(self.layers) != sorted(set(self.layers)):
+            raise ConfigError(f"the layers of a stage must be ascending and different; got {self.layers}")
+
+    @classmethod
+    def of(
+        cls,
+        mesh: FoldedMesh,
+        *,
+        layers: Sequence[int] | None = None,
+        has_embedding: bool = True,
+        has_head: bool = True,
+        context: Context = "ulysses",
+        recompute: Recompute = "none",
+        overlap: Overlap | None = None,
+        backend: str = "auto",
+        options: DispatchOptions | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> ModelPlan:
+        """The plan of this rank of ``mesh``, whose groups it takes; the other arguments are ``ModelPlan``'s.
+
+        Args:
+            device: None: that of the mesh.
+        """
+        return cls(
+            place=mesh.place,
+            sizes=mesh.sizes,
+            tp_group=mesh.group("tp"),
+            cp_group=mesh.group("cp"),
+            sequence_group=mesh.group("tp", "cp"),
+            stage_group=mesh.group("tp", "cp", "dp"),
+            expert_group=mesh.group("etp", "ep"),
+            layers=None if layers is None else tuple(layers),
+            has_embedding=has_embedding,
+            has_head=has_head,
+            context=context,
+            recompute=recompute,
+            overlap=overlap,
+            backend=backend,
+            options=options,
+            dtype=dtype,
+            device=mesh.device if device is None else device,
+        )
+
+    @property
+    def is_meta(self) -> bool:
+        return torch.device(self.device).type == "meta"
+
+    def token_index(self, batch: int, length: int, device: torch.device | None = None) -> Tensor:
+        """[batch, length] int64: where in the global micro-batch this rank's tokens stand, sequence after sequence.
+
+            B 2, S 8 over dp 2, cp 2 (ring: 0 1 6 7 | 2 3 4 5), tp 2      dp 1, cp 0, tp 1 holds  6 7 of sequence 1
+                                                                          index                  14 15
+
+        Args:
+            batch: sequences on each data-parallel rank. length: tokens of each on this rank, S / (cp * tp).
+        """
+        tp, cp = self.sizes["tp"], self.sizes["cp"]
+        whole = length * tp * cp
+        places = local_positions(whole, cp, self.place["cp"], self.context)
+        own = places[self.place["tp"] * length : (self.place["tp"] + 1) * length]
+        rows = self.place["dp"] * batch + torch.arange(batch)
+        return (rows.unsqueeze(1) * whole + own).to(device)
