@@ -195,6 +195,45 @@ PYBIND11_MODULE(_C, m) {
   py::class_<Transfer>(m, "Transfer")
       .def(py::init<std::shared_ptr<Communicator>, std::shared_ptr<Heap>, std::vector<int64_t>, int>(),
            py::arg("communicator").none(true), py::arg("heap"), py::arg("expert_offsets"), py::arg("threads"))
+      // send, sum, spread: both halves at once.
+      .def("send",
+           [](Transfer& t, const std::array<int64_t, kComparedWords>& compared, std::string label, uintptr_t x,
+              int64_t x_stride, uintptr_t ids, int64_t tokens, int64_t top_k, int64_t hidden, int dtype) {
+             const Op op = make_op(compared, std::move(label), 0, "");
+             const Sent sent = without_gil([&] {
+               Sent sent = t.start_send(op, {pointer<char>(x), x_stride}, pointer<int64_t>(ids),
+                                        {tokens, top_k, hidden, dtype});
+               sent.arriving->finish();
+               return sent;
+             });
+             return py::make_tuple(block_tensor(t.heap_ptr(), sent.block, sent.layout->rows, hidden, dtype),
+                                   sent.layout, py::tuple(py::cast(sent.layout->rows_per_expert)), sent.layout->rows,
+                                   sent.layout->dropped);
+           })
+      .def("sum",
+           [](Transfer& t, const std::array<int64_t, kComparedWords>& compared, std::string label,
+              const Layout& layout, uintptr_t rows, int64_t rows_stride, uintptr_t weights, uintptr_t y) {
+             const Op op = make_op(compared, std::move(label), 0, "");
+             py::gil_scoped_release release;
+             const std::shared_ptr<Leaving> leaving =
+                 t.start_sum(op, layout, {pointer<char>(rows), rows_stride}, /*computed=*/true);
+             leaving->sum(pointer<float>(weights), pointer<char>(y));
+             leaving->finish();
+           })
+      .def("spread",
+           [](Transfer& t, const std::array<int64_t, kComparedWords>& compared, std::string label,
+              const Layout& layout, uintptr_t g, int64_t g_stride, uintptr_t rows, int64_t rows_stride,
+              uintptr_t weights, bool weight_grads, uintptr_t grad_weights) {
+             const Op op = make_op(compared, std::move(label), 0, "");
+             const int64_t block = without_gil([&] {
+               const Spread spread = t.start_spread(op, layout, {pointer<char>(g), g_stride},
+                                                    {pointer<char>(rows), rows_stride}, pointer<float>(weights),
+                                                    weight_grads, pointer<float>(grad_weights));
+               spread.arriving->finish();
+               return spread.block;
+             });
+             return block_tensor(t.heap_ptr(), block, layout.rows, layout.hidden, layout.dtype);
+           })
       .def("start_send",
            [](Transfer& t, const std::array<int64_t, kComparedWords>& compared, std::string label, int64_t fault,
               std::string text, uintptr_t x, int64_t x_stride, uintptr_t ids, int64_t tokens, int64_t top_k,

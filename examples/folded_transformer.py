@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from moe_comm import FoldedMesh, MoEConfig, ParallelConfig, RouterConfig, Transformer, TransformerConfig
-from moe_comm.layers import AttentionConfig, ModelPlan, shardings_of
-from moe_comm.layers.transformer.model import initialize
+from moe_comm.layers import AttentionConfig, ModelPlan, initialize, shardings_of
 from moe_comm.runtime.launch import init_ranks, launch
 
 VOCAB, BATCH, LENGTH = 64, 8, 16

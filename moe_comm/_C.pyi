@@ -76,6 +76,48 @@ class Transfer:
     def __init__(
         self, communicator: Communicator | None, heap: Heap, expert_offsets: Sequence[int], threads: int
     ) -> None: ...
+    def send(
+        self,
+        compared: Sequence[int],
+        label: str,
+        x: int,
+        x_stride: int,
+        ids: int,
+        tokens: int,
+        top_k: int,
+        hidden: int,
+        dtype: int,
+        /,
+    ) -> tuple[Any, Layout, tuple[int, ...], int, int]:
+        """A dispatch: the rows, the layout, and its rows per expert, rows and dropped slots."""
+
+    def sum(
+        self,
+        compared: Sequence[int],
+        label: str,
+        layout: Layout,
+        rows: int,
+        rows_stride: int,
+        weights: int,
+        y: int,
+        /,
+    ) -> None: ...
+    def spread(
+        self,
+        compared: Sequence[int],
+        label: str,
+        layout: Layout,
+        grad: int,
+        grad_stride: int,
+        rows: int,
+        rows_stride: int,
+        weights: int,
+        weight_grads: bool,
+        grad_weights: int,
+        /,
+    ) -> Any:
+        """A combine's backward: the gradient of the rows."""
+
     def start_send(
         self,
         compared: Sequence[int],

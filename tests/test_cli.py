@@ -21,7 +21,7 @@ from moe_comm.cli import options
 from moe_comm.cli import train as train_command
 from moe_comm.errors import MissingDependency, PeerTimeout
 from moe_comm.runtime.launch import RankFailed
-from moe_comm.runtime.shared import native_is_built
+from moe_comm.runtime.memory import native_is_built
 
 CONFIG = str(Path(__file__).parent.parent / "examples" / "pydoc.toml")
 

@@ -76,6 +76,7 @@ class Communicator:
         failed: what made the group unusable; every later operation raises it again.
         core: the native core's part, once the ranks share memory.
         users: what is told when the group is destroyed.
+        left_behind: memory that peers may still be reading after an error; it is not used again.
         closed: whether it has been.
     """
 
@@ -95,6 +96,7 @@ class Communicator:
         self._kept: dict[Hashable, Any] = {}
         self.core: _C.Communicator | None = None
         self.limit_s = 0.0
+        self.left_behind: list[object] = []
 
     @property
     def closed(self) -> bool:

@@ -31,7 +31,7 @@ from moe_comm.comm.shared_channel import SharedChannel
 from moe_comm.comm.shared_heap import SharedHeap, SharedOptions
 from moe_comm.errors import ConfigError, HeapError, MoeCommError, RankMismatch
 from moe_comm.runtime.group_place import place_in
-from moe_comm.runtime.shared import native_is_built
+from moe_comm.runtime.memory import native_is_built
 
 FACTS = 14
 TEXT_BYTES = 400

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch.distributed import Store
 
-from moe_comm.runtime.shared import host_key
+from moe_comm.runtime.host import host_key
 
 STORE_PATIENCE_S = 2.0
 GAVE_UP = "gave up"

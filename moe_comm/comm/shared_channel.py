@@ -23,7 +23,7 @@ from moe_comm.errors import HeapError
 from moe_comm.kernels.wide import added_in_order
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import moving
-from moe_comm.runtime.shared import DTYPE_CODES, block, native, warm
+from moe_comm.runtime.memory import DTYPE_CODES, block, native, warm_rows
 
 if TYPE_CHECKING:
     from moe_comm._C import Heap
@@ -241,7 +241,7 @@ class SharedChannel(Channel):
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return warm(1, math.prod(shape), dtype).view(tuple(shape))
+    return warm_rows(1, math.prod(shape), dtype, torch.device("cpu")).view(tuple(shape))
 
 
 def _offer(x: Tensor, shared: SharedHeap) -> Tensor:

@@ -17,7 +17,8 @@ import torch
 
 from moe_comm.comm.channel import Channel
 from moe_comm.errors import ConfigError, HeapError
-from moe_comm.runtime.shared import host_key, native
+from moe_comm.runtime.host import host_key
+from moe_comm.runtime.memory import native
 
 SEGMENT_PREFIX = "moe_comm"
 TEXT_BYTES = 1024

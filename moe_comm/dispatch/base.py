@@ -2,7 +2,7 @@
 
     x_TD, ids_TK ──dispatch──▶ rows_RD (this rank's experts, expert-major) ──experts──▶ rows_RD ──combine──▶ y_TD
 
-A backend provides three primitives without autograd; the functions below the class join them:
+A backend provides three primitives without autograd; the functions below the class give them gradients:
 
     _send    dispatch forward:  each routed row to its place at the owner of its expert
     _sum     combine forward (weighted) and dispatch backward (unweighted): K rows of a token, in slot order
@@ -121,7 +121,19 @@ class Dispatcher(ABC):
             PeerDied, PeerTimeout: a rank is gone, or did not call in time.
             CorruptPayload: on every rank, of the rows of an earlier dispatch, with ``DispatchOptions.checksums``.
         """
-        return dispatch(self, x_TD, ids_TK, label)
+        header = self.dispatch_header(x_TD, ids_TK, label)
+        tokens_TD = x_TD.detach()
+        with rows_moved(self, "dispatch", label) as span:
+            carried_TD = _carried(self, tokens_TD, header) if self.rounds else tokens_TD
+            rows_RD, layout = self._send(carried_TD, ids_TK, header)
+            if self.options.checksums:
+                claimed = claim(self, tokens_TD, ids_TK, header)
+                if claimed is not None:
+                    claimed.check(rows_RD)
+            put_layout(span, self, layout)
+        if header.requires_grad:
+            rows_RD = _Dispatch.apply(x_TD, rows_RD, self, layout)
+        return Dispatched(rows_RD, layout)
 
     def combine(self, rows_RD: Tensor, weights_TK: Tensor, layout: Layout) -> Tensor:
         """Bring each token's K results back and sum them, weighted, in fp32 and in slot order.
@@ -138,7 +150,17 @@ class Dispatcher(ABC):
         Raises:
             CorruptPayload: as ``dispatch``, if operations are checked.
         """
-        return combine(self, rows_RD, weights_TK, layout)
+        fault = _combine_fault(self, rows_RD, weights_TK, layout)
+        if fault is not None:
+            if self.handshakes:
+                # A handshake that holds the fault, so that every rank raises it; no backend's _send goes further.
+                header = replace(self.header("combine", layout, False), fault=fault)
+                self._send(rows_RD.detach(), weights_TK.detach(), header)
+            raise fault
+        grad = torch.is_grad_enabled() and (rows_RD.requires_grad or weights_TK.requires_grad)
+        if grad:
+            return _Combine.apply(rows_RD, weights_TK, self, layout)  # type: ignore[no-any-return]
+        return _combined(self, rows_RD.detach(), weights_TK.detach(), layout, False)[0]
 
     def empty_rows(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Uninitialised [num_rows, width] storage of the kind this backend reads and writes fastest."""
@@ -327,14 +349,8 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, rows_RD: Tensor, weights_TK: Tensor, dispatcher: Dispatcher, layout: Layout, grad: bool
-    ) -> Tensor:
-        header = dispatcher.header("combine", layout, grad)
-        wide_TK = weights_TK.to(torch.promote_types(rows_RD.dtype, torch.float32))
-        carried_RD = _carried(dispatcher, rows_RD, header) if dispatcher.rounds else rows_RD
-        with rows_moved(dispatcher, header.op, layout.label, layout):
-            y_TD = dispatcher._sum(carried_RD, wide_TK, layout, header)
+    def forward(ctx: Any, rows_RD: Tensor, weights_TK: Tensor, dispatcher: Dispatcher, layout: Layout) -> Tensor:
+        y_TD, wide_TK = _combined(dispatcher, rows_RD, weights_TK, layout, True)
         # Peers read the saved rows again in backward, in place.
         ctx.save_for_backward(rows_RD, wide_TK)
         ctx.dispatcher, ctx.layout, ctx.weights_dtype = dispatcher, layout, weights_TK.dtype
@@ -350,22 +366,18 @@ class _Combine(torch.autograd.Function):
             grad_TD = _carried(ctx.dispatcher, grad_TD, header)
         with rows_moved(ctx.dispatcher, header.op, ctx.layout.label, ctx.layout):
             grad_rows_RD, grad_TK = ctx.dispatcher._spread(grad_TD, rows, weights_TK, ctx.layout, header)
-        return grad_rows_RD, None if grad_TK is None else grad_TK.to(ctx.weights_dtype), None, None, None
+        return grad_rows_RD, None if grad_TK is None else grad_TK.to(ctx.weights_dtype), None, None
 
 
-def dispatch(dispatcher: Dispatcher, x_TD: Tensor, ids_TK: Tensor, label: str) -> Dispatched:
-    """Differentiable dispatch; see ``Dispatcher.dispatch``."""
-    header = dispatcher.dispatch_header(x_TD, ids_TK, label)
-    tokens_TD = x_TD.detach()
-    with rows_moved(dispatcher, "dispatch", label) as span:
-        carried_TD = _carried(dispatcher, tokens_TD, header) if dispatcher.rounds else tokens_TD
-        rows_RD, layout = dispatcher._send(carried_TD, ids_TK, header)
-        if dispatcher.options.checksums:
-            claimed = claim(dispatcher, tokens_TD, ids_TK, header)
-            if claimed is not None:
-                claimed.check(rows_RD)
-        put_layout(span, dispatcher, layout)
-    return joined(dispatcher, x_TD, rows_RD, layout)
+def _combined(
+    dispatcher: Dispatcher, rows_RD: Tensor, weights_TK: Tensor, layout: Layout, grad: bool
+) -> tuple[Tensor, Tensor]:
+    """The combined rows, without autograd; and the weights as they were multiplied."""
+    header = dispatcher.header("combine", layout, grad)
+    wide_TK = weights_TK.to(torch.promote_types(rows_RD.dtype, torch.float32))
+    carried_RD = _carried(dispatcher, rows_RD, header) if dispatcher.rounds else rows_RD
+    with rows_moved(dispatcher, header.op, layout.label, layout):
+        return dispatcher._sum(carried_RD, wide_TK, layout, header), wide_TK
 
 
 def joined(dispatcher: Dispatcher, x_TD: Tensor, rows_RD: Tensor, layout: Layout) -> Dispatched:
@@ -412,24 +424,3 @@ def _combine_fault(dispatcher: Dispatcher, rows_RD: Tensor, weights_TK: Tensor, 
         )
     # Without a handshake the others would not hear of it: it waits for the next dispatch.
     return dispatcher.damage.fault() if dispatcher.options.checksums and dispatcher.handshakes else None
-
-
-def combine(dispatcher: Dispatcher, rows_RD: Tensor, weights_TK: Tensor, layout: Layout) -> Tensor:
-    """Differentiable combine; see ``Dispatcher.combine``."""
-    fault = _combine_fault(dispatcher, rows_RD, weights_TK, layout)
-    if fault is not None:
-        if dispatcher.handshakes:
-            # A handshake that holds the fault, so that every rank raises it; no backend's _send goes further.
-            header = replace(dispatcher.header("combine", layout, False), fault=fault)
-            dispatcher._send(rows_RD.detach(), weights_TK.detach(), header)
-        raise fault
-    grad = torch.is_grad_enabled() and (rows_RD.requires_grad or weights_TK.requires_grad)
-    if not grad:
-        wide_TK = weights_TK.detach().to(torch.promote_types(rows_RD.dtype, torch.float32))
-        header = dispatcher.header("combine", layout, False)
-        rows_RD = rows_RD.detach()
-        if dispatcher.rounds:
-            rows_RD = _carried(dispatcher, rows_RD, header)
-        with rows_moved(dispatcher, header.op, layout.label, layout):
-            return dispatcher._sum(rows_RD, wide_TK, layout, header)
-    return _Combine.apply(rows_RD, weights_TK, dispatcher, layout, grad)  # type: ignore[no-any-return]

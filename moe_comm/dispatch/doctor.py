@@ -20,7 +20,7 @@ from moe_comm.gpu import nvrtc
 from moe_comm.gpu.launch import PTX_FROM, compiled_for
 from moe_comm.runtime.doctor import Notes
 from moe_comm.runtime.launch import available_cores
-from moe_comm.runtime.shared import native_is_built
+from moe_comm.runtime.memory import native_is_built
 
 TRAFFIC = Traffic(top_k=8, hidden=4096, item_bytes=2)
 """For which the choice is shown."""

@@ -14,12 +14,10 @@ from moe_comm.comm.meeting import communicator_of, compare
 from moe_comm.dispatch.backends.local import LocalDispatcher
 from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.choice import Choice, GroupFacts, Traffic, choose
-from moe_comm.dispatch.hierarchical.relay_routes import HostMap
-from moe_comm.dispatch.peer_to_peer.access import access_word, device_word, problem_of
 from moe_comm.dispatch.types import DispatchOptions
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.runtime.group_place import place_in
-from moe_comm.runtime.shared import native_is_built
+from moe_comm.runtime.memory import native_is_built
 from moe_comm.topology import ExpertPlacement
 
 BACKENDS = ("auto", "local", "shared_memory", "peer_to_peer", "all_to_all", "all_gather", "hierarchical")
@@ -76,7 +74,7 @@ def make_dispatcher(
     if problem := choice.problem(picked):
         raise ConfigError(f"backend {picked!r} cannot be used here: {problem}")
     if backend == "auto":
-        tell_once(choice)
+        warn_of_gpus(choice)
     return _build(picked, placement, group, rank, options, device)
 
 
@@ -113,7 +111,11 @@ def _compare(
     same["checked"] = int(options.checked)
     same["checksums"] = int(options.checksums)
     same["options of peer_to_peer"] = options.peer_to_peer
-    told = {"GPU": device_word(where), "access": access_word(where)}
+    told = {"GPU": 0, "access": 0}
+    if where.type == "cuda":
+        from moe_comm.dispatch.peer_to_peer import access  # only GPUs have peers
+
+        told = {"GPU": access.device_word(where), "access": access.access_word(where)}
     found = compare(channel, "a dispatcher", same, told, fault)
     facts = GroupFacts(
         comm.world,
@@ -122,13 +124,17 @@ def _compare(
         where.type,
         dist.get_backend(group),
         _host_by_host(comm.hosts),
-        problem_of(found["GPU"], found["access"]),
+        access.problem_of(found["GPU"], found["access"]) if where.type == "cuda" else "",
         options.peer_to_peer.emulate,
     )
     return choose(facts, traffic or _traffic(options))
 
 
 def _host_by_host(hosts: Sequence[int]) -> bool:
+    if len(set(hosts)) == 1:
+        return True
+    from moe_comm.dispatch.hierarchical.relay_routes import HostMap  # only several hosts need a map
+
     try:
         HostMap.of(hosts)
     except ConfigError:
@@ -148,22 +154,11 @@ def _local(placement: ExpertPlacement, group: ProcessGroup | None, options: Disp
     return NativeLocalDispatcher(placement, group, 0, options)
 
 
-class _State:
-    """Of this process. told: that its GPUs do not reach each other's memory."""
-
-    told = False
-
-
-_state = _State()
-
-
-def tell_once(choice: Choice) -> None:
-    """Warn, once in this process, that GPUs of one host cannot use each other's memory."""
+def warn_of_gpus(choice: Choice) -> None:
+    """Warn that GPUs of one host cannot use each other's memory. Python shows it once for each line that builds."""
     facts = choice.facts
-    if facts.device != "cuda" or facts.hosts > 1 or not facts.peers or _state.told:
-        return
-    _state.told = True
-    warnings.warn(f"auto takes {choice.picked!r} on these GPUs: {facts.peers}", RuntimeWarning, stacklevel=3)
+    if facts.device == "cuda" and facts.hosts == 1 and facts.peers:
+        warnings.warn(f"auto takes {choice.picked!r} on these GPUs: {facts.peers}", RuntimeWarning, stacklevel=3)
 
 
 def _build(

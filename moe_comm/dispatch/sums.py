@@ -10,8 +10,7 @@ from torch import Tensor
 from moe_comm.dispatch import plain
 from moe_comm.kernels.native import core, for_triton, on_host
 from moe_comm.runtime import memory
-from moe_comm.runtime.memory import warm_rows
-from moe_comm.runtime.shared import DTYPE_CODES
+from moe_comm.runtime.memory import DTYPE_CODES, warm_rows
 
 
 def take(rows_RX: Tensor, index_N: Tensor) -> Tensor:

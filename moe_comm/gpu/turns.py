@@ -212,7 +212,7 @@ class Turns:
 
         Args:
             x_TD: rows of unit stride. place_TK: written: where each slot's row is.
-            dtype: as ``runtime.shared.DTYPE_CODES`` has it.
+            dtype: as ``runtime.memory.DTYPE_CODES`` has it.
             form: how they travel, and whether scales are powers of two.
         """
         stride = x_TD.stride(0) * x_TD.element_size()
@@ -232,7 +232,7 @@ class Turns:
 
         Args:
             weights_TK: dense fp32, or None for ones.
-            dtype: as ``runtime.shared.DTYPE_CODES`` has it. blocks: of the kernel, at most.
+            dtype: as ``runtime.memory.DTYPE_CODES`` has it. blocks: of the kernel, at most.
         """
         self._prepare(0)
         slot = self._slot()

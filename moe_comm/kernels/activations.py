@@ -58,11 +58,8 @@ class Activation:
 class SwiGLU(Activation):
     """silu(gate) * up with gate | up in halves: one pass over memory each way."""
 
-    def forward(self, h_RG: Tensor, out_RF: Tensor) -> None:
-        swiglu_forward(h_RG, out_RF)
-
-    def backward(self, h_RG: Tensor, grad_RF: Tensor, grad_h_RG: Tensor, act_RF: Tensor) -> None:
-        swiglu_backward(h_RG, grad_RF, grad_h_RG, act_RF)
+    forward = staticmethod(swiglu_forward)
+    backward = staticmethod(swiglu_backward)
 
 
 def glu(act_fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

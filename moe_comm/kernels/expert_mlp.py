@@ -5,7 +5,7 @@
 Everything that runs experts (``overlap/executors``) calls this code: all rows at once, or row range by row range as
 they arrive. Rows of one expert have the same bits in every split into ranges, provided that operands and results stand
 at equally aligned addresses: BLAS adds in another order at odd ones. Slices that do not (widths that are not a multiple
-of 64 bytes) are copied (``expert_mm.py``). Gradients of weights are one product over all rows of an expert.
+of 64 bytes) are copied (``row_invariant.py``). Gradients of weights are one product over all rows of an expert.
 
 ``ExpertMLP`` is both products and the activation; ``ExpertLinear`` is one product. What either saves for backward is
 ``rows_RD`` and, unless it is recomputed, ``h_RG``.
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moe_comm.errors import InputError
 from moe_comm.kernels.activations import Activation
-from moe_comm.kernels.expert_mm import aligned, each_expert, expert_mm, is_aligned, product_into
+from moe_comm.kernels.row_invariant import aligned, are_aligned, expert_mm, product_into
 
 Alloc = Callable[[int, int, torch.dtype, torch.device], Tensor]
 """(rows, width, dtype, device) to an uninitialised [rows, width] tensor."""
@@ -204,9 +204,11 @@ class _MLPForward(ExpertForward):
         self._h_RG = alloc(rows_RD.shape[0] if keep else largest, width_h, dtype, device)
         self.saved_RG = self._h_RG if keep else None
         self._act_RF = alloc(largest, w2_EDF.shape[2], dtype, device)
-        self._aligned = is_aligned(rows_RD) and is_aligned(w13_EGD) and is_aligned(w2_EDF)
+        self._aligned = are_aligned(rows_RD, w13_EGD, w2_EDF)
         self._w13, self._w2 = w13_EGD.unbind(0), w2_EDF.unbind(0)
-        self._b13, self._b2 = each_expert(b13_EG, experts), each_expert(b2_ED, experts)
+        none = [None] * experts
+        self._b13 = none if b13_EG is None else b13_EG.unbind(0)
+        self._b2 = none if b2_ED is None else b2_ED.unbind(0)
 
     def row_range(self, expert: int, rows: slice) -> None:
         h = self._h_RG[: rows.stop - rows.start] if self.saved_RG is None else self._h_RG[rows]
@@ -252,8 +254,9 @@ class _MLPBackward(ExpertBackward):
         room = max(sizes, default=0) if whole else rows_RD.shape[0]
         self._act_RF = alloc(room, w2_EDF.shape[2], dtype, device)
         self._grad_h_RG = alloc(room, w13_EGD.shape[1], dtype, device)
-        self._aligned = all(map(is_aligned, (rows_RD, grad_RD, w13_EGD, w2_EDF, self._act_RF, self._grad_h_RG)))
-        self._w13, self._w2, self._b13 = w13_EGD.unbind(0), w2_EDF.unbind(0), each_expert(b13_EG, w13_EGD.shape[0])
+        self._aligned = are_aligned(rows_RD, grad_RD, w13_EGD, w2_EDF, self._act_RF, self._grad_h_RG)
+        self._w13, self._w2 = w13_EGD.unbind(0), w2_EDF.unbind(0)
+        self._b13 = [None] * len(sizes) if b13_EG is None else b13_EG.unbind(0)
         self._starts = starts_of(sizes)
 
     def row_range(self, expert: int, rows: slice) -> None:
@@ -382,4 +385,7 @@ def starts_of(sizes: Sizes) -> list[int]:
 
 def by_expert(grads: Sequence[Tensor | None], num_experts: int) -> list[Sequence[Tensor | None]]:
     """Each gradient's views of the experts, in the order of ``grads``."""
-    return [each_expert(grad, num_experts) for grad in grads]
+    found: list[Sequence[Tensor | None]] = []
+    for grad in grads:
+        found.append([None] * num_experts if grad is None else grad.unbind(0))
+    return found

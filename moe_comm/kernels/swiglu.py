@@ -22,17 +22,6 @@ from moe_comm.kernels.pointwise import sigmoid_values
 NATIVE_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
-def _takes(h_RG: Tensor, *others: Tensor) -> bool:
-    """Whether dtypes and strides fit the kernels."""
-    dtype = h_RG.dtype
-    if dtype not in NATIVE_DTYPES or h_RG.stride(1) != 1:
-        return False
-    for t in others:  # noqa: SIM110 - a generator would cost more than what it yields
-        if t.dtype != dtype or not t.is_contiguous():
-            return False
-    return True
-
-
 def _misfit(h_RG: Tensor, rows_RF: Tensor) -> InputError:
     return InputError(f"swiglu needs h [R, 2F] and rows [R, F]; got {tuple(h_RG.shape)}, {tuple(rows_RF.shape)}")
 
@@ -47,7 +36,8 @@ def swiglu_forward(h_RG: Tensor, out_RF: Tensor) -> None:
     rows, width = out_RF.shape
     if h_RG.shape != (rows, 2 * width):
         raise _misfit(h_RG, out_RF)
-    if not _takes(h_RG, out_RF):
+    dtype = h_RG.dtype
+    if dtype not in NATIVE_DTYPES or h_RG.stride(1) != 1 or out_RF.dtype != dtype or not out_RF.is_contiguous():
         swiglu_forward_reference(h_RG, out_RF)
     elif h_RG.device.type in TRITON_DEVICES and for_triton(h_RG, out_RF):
         from moe_comm.kernels.triton import swiglu as on_gpu  # needs Triton
@@ -55,7 +45,7 @@ def swiglu_forward(h_RG: Tensor, out_RF: Tensor) -> None:
         on_gpu.swiglu_forward(h_RG, out_RF)
     elif h_RG.is_cpu and (native := core()) is not None:
         strides = h_RG.data_ptr(), h_RG.stride(0), out_RF.data_ptr()
-        native.swiglu_forward(*strides, *out_RF.shape, NATIVE_DTYPES[h_RG.dtype], torch.get_num_threads())
+        native.swiglu_forward(*strides, *out_RF.shape, NATIVE_DTYPES[dtype], torch.get_num_threads())
     else:
         swiglu_forward_reference(h_RG, out_RF)
 
@@ -75,7 +65,10 @@ def swiglu_backward(h_RG: Tensor, grad_RF: Tensor, grad_h_RG: Tensor, act_RF: Te
     if h_RG.shape != (rows, 2 * width) or (act_RF is not None and act_RF.shape != (rows, width)):
         raise _misfit(h_RG, grad_RF if act_RF is None else act_RF)
     others = (grad_RF, grad_h_RG) if act_RF is None else (grad_RF, grad_h_RG, act_RF)
-    if not _takes(h_RG, *others):
+    fits = h_RG.dtype in NATIVE_DTYPES and h_RG.stride(1) == 1
+    for t in others:
+        fits = fits and t.dtype == h_RG.dtype and t.is_contiguous()
+    if not fits:
         swiglu_backward_reference(h_RG, grad_RF, grad_h_RG, act_RF)
     elif h_RG.device.type in TRITON_DEVICES and for_triton(h_RG, *others):
         from moe_comm.kernels.triton import swiglu as on_gpu  # needs Triton

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from moe_comm.layers.transformer.model_plan import ModelPlan
     from moe_comm.layers.transformer.shortcut import Shortcut, ShortcutBlock
     from moe_comm.layers.transformer.state import gather_state_dict, load_full_state_dict, single_rank_copy
-    from moe_comm.overlap.executors.grouped import grouped_mlp
+    from moe_comm.overlap.executors.serial import grouped_mlp
 
 __all__ = [
     "ACTIVATIONS",
@@ -132,7 +132,7 @@ __getattr__ = loads_on_use(
         "clamped_swiglu": "moe_comm.kernels.activations",
         "gather_state_dict": "moe_comm.layers.transformer.state",
         "glu": "moe_comm.kernels.activations",
-        "grouped_mlp": "moe_comm.overlap.executors.grouped",
+        "grouped_mlp": "moe_comm.overlap.executors.serial",
         "initialize": "moe_comm.layers.transformer.initialize",
         "load_full_state_dict": "moe_comm.layers.transformer.state",
         "run_check_grads": "moe_comm.layers.check.gradients",

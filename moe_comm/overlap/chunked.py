@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -35,118 +34,42 @@ from moe_comm.kernels.autocast import without_autocast
 from moe_comm.kernels.row_invariant import TILE, row_invariant_mm
 from moe_comm.kernels.wide import added_in_order
 from moe_comm.overlap.cost import FUSED, Work
+from moe_comm.overlap.options import CHUNKED, SHARED, TRITON, Overlap
 from moe_comm.overlap.ring import Ring
-from moe_comm.overlap.store import BACKENDS, CHUNKED, SHARED, TRITON, Choice
-from moe_comm.overlap.tiles import at_least_one, chunk_rows
+from moe_comm.overlap.store import Choice
+from moe_comm.overlap.tiles import chunk_rows
 from moe_comm.overlap.tuning import choose
 
-DEFAULT_CHUNKS = 4
-Chosen = Literal["auto", "adaptive"]
-Backend = Literal["auto", "chunked", "triton"]
-ExecutorName = Literal["auto", "serial", "pipelined", "device"]
 Seen = Callable[["Arrival"], None] | None
-_ALLOWED: dict[str, tuple[str, ...]] = {"auto": BACKENDS, "chunked": (CHUNKED,), "triton": (TRITON,)}
 
 
-@dataclass(frozen=True)
-class Overlap:
-    """How an operator overlaps its collective.
-
-    chunks: parts in which a rank's rows travel. 1: all at once, and one step after the other. "auto": as ``moe-comm
-        tune`` measured on this machine, else as a cost model predicts from the group's own rates; every rank does as
-        the group's first, which tells the others when an operator of a shape is first called. "adaptive": an MoE layer
-        tries them while it runs, and keeps the fastest (``overlap.degree``); other layers, and GPUs, do as with "auto".
-    chunk_bytes: no smaller parts than this, and so fewer: each costs a round trip, which must be short beside it. Not
-        for "auto", which knows what a round trip costs.
-    deterministic: weight gradients have the same bits for every number of chunks: they are one product over all rows,
-        or one for each rank, and wait for the last of these. False: they are added up as rows arrive, which hides more.
-    backend: "chunked": chunks over whatever the group's ranks talk by. "triton": one fused kernel on symmetric memory,
-        of GPUs of one host (of CPU ranks only where Triton interprets, as tests do); its own bits, whatever the
-        programs. "auto": linear layers of CPU ranks that share memory read in place, all else is chunked; and with
-        chunks "auto", a kernel where ``moe-comm tune`` measured on these GPUs that it is faster: there the bits, which
-        on GPUs nothing promises for every number of ranks, depend on what was measured. "chunked" keeps them.
-    executor: of a whole expert layer. "serial": dispatch, experts and combine one after the other. "pipelined": experts
-        compute rows as they arrive, over ``all_to_all`` in chunks and over ``shared_memory`` peer by peer. "device":
-        Triton's kernels, for experts without biases. "auto": "device" with backend "triton", else pipelined where the
-        dispatcher can and there are enough rows for more than one chunk. A dispatcher that cannot run an executor that
-        is named is a ConfigError on every rank, in the layer's first call.
-    programs: of a Triton kernel, those that communicate; None: with chunks "auto" as tuned, else as it takes by itself.
+def choice_of(overlap: Overlap, work: Work, channel: Channel, device: torch.device) -> Choice:
+    """How ``work`` is run over ``channel``; a fixed number of chunks in place where it can be. With chunks "auto" the
+    first call for a group, and for a shape, is collective.
 
     Raises:
-        ConfigError: chunks is neither a whole number of at least 1 nor "auto" or "adaptive", or backend or executor is
-            not known.
+        ConfigError: Triton is asked for, and has no kernel for this.
     """
-
-    chunks: int | Chosen = DEFAULT_CHUNKS
-    chunk_bytes: int = 128 << 10
-    deterministic: bool = True
-    backend: Backend = "auto"
-    programs: int | None = None
-    executor: ExecutorName = "auto"
-
-    def __post_init__(self) -> None:
-        if self.chunks not in get_args(Chosen):
-            at_least_one("chunks", self.chunks)  # type: ignore[arg-type]
-        at_least_one("chunk_bytes", self.chunk_bytes)
-        if self.programs is not None:
-            at_least_one("programs", self.programs)
-        if self.backend not in get_args(Backend):
-            raise ConfigError(f"unknown backend {self.backend!r}; known: {', '.join(get_args(Backend))}")
-
-        if self.executor not in get_args(ExecutorName):
-            raise ConfigError(f"unknown executor {self.executor!r}; known: {', '.join(get_args(ExecutorName))}")
-
-    @classmethod
-    def of(cls, overlap: Overlap | Literal["auto"] | None) -> Overlap | None:
-        """What a layer is given: "auto" is ``Overlap("auto")``.
-
-        Raises:
-            ConfigError: another name.
-        """
-        if isinstance(overlap, str):
-            if overlap != "auto":
-                raise ConfigError(f'overlap must be an Overlap, "auto" or None; got {overlap!r}')
-            return cls("auto")
-        return overlap
-
-    @property
-    def backends(self) -> tuple[str, ...]:
-        """Those that ``backend`` allows."""
-        return _ALLOWED[self.backend]
-
-    def chunks_of(self, num_bytes: int) -> int:
-        """In how many parts ``num_bytes`` travel; by name, where no more than that is known, ``DEFAULT_CHUNKS``."""
-        chunks = DEFAULT_CHUNKS if isinstance(self.chunks, str) else self.chunks
-        return min(chunks, max(1, num_bytes // self.chunk_bytes))
-
-    def choice(self, work: Work, channel: Channel, device: torch.device) -> Choice:
-        """How ``work`` is run over ``channel``; a fixed number of chunks in place where it can be. With chunks "auto"
-        the first call for a group, and for a shape, is collective.
-
-        Raises:
-            ConfigError: Triton is asked for, and has no kernel for this.
-        """
-        if isinstance(self.chunks, str) and not (self.backend == TRITON and self.programs):
-            self.check_fused(work.operator)
-            return choose(work, channel, device, self.backends)
-        return self.fixed_choice(work)
-
-    def fixed_choice(self, work: Work) -> Choice:
-        """``choice`` where the settings alone say it."""
-        self.check_fused(work.operator)
-        if self.backend == TRITON:
-            return Choice(TRITON, 1, self.programs or 0)
-        return Choice(SHARED if self.backend == "auto" else CHUNKED, self.chunks_of(work.part_bytes))
-
-    def check_fused(self, operator: str) -> None:
-        """Raise ConfigError if Triton is asked for where there is no kernel."""
-        if self.backend == TRITON and operator not in FUSED:
-            raise ConfigError(
-                f"there is no Triton kernel for {operator}, only for {', '.join(FUSED)}; use backend='auto' for it"
-            )
+    if isinstance(overlap.chunks, str) and not (overlap.backend == TRITON and overlap.programs):
+        _check_fused(overlap, work.operator)
+        return choose(work, channel, device, overlap.backends)
+    return fixed_choice(overlap, work)
 
 
-DEFAULT = Overlap()
+def fixed_choice(overlap: Overlap, work: Work) -> Choice:
+    """``choice_of`` where the settings alone say it."""
+    _check_fused(overlap, work.operator)
+    if overlap.backend == TRITON:
+        return Choice(TRITON, 1, overlap.programs or 0)
+    return Choice(SHARED if overlap.backend == "auto" else CHUNKED, overlap.chunks_of(work.part_bytes))
+
+
+def _check_fused(overlap: Overlap, operator: str) -> None:
+    """Raise ConfigError if Triton is asked for where there is no kernel."""
+    if overlap.backend == TRITON and operator not in FUSED:
+        raise ConfigError(
+            f"there is no Triton kernel for {operator}, only for {', '.join(FUSED)}; use backend='auto' for it"
+        )
 
 
 @dataclass(frozen=True)
@@ -176,7 +99,7 @@ class Lines:
         channel = channel_of(group)
         if isinstance(overlap.chunks, str):
             channel.compare(str(work), like)  # before ranks meet to choose
-            choice = overlap.choice(work, channel, like.device)
+            choice = choice_of(overlap, work, channel, like.device)
             spans, doing = _cut(work, choice, rows)
         else:
             spans, doing, choice = _fixed_cut(work, overlap, rows)
@@ -214,7 +137,7 @@ def _cut(work: Work, choice: Choice, rows: int | None) -> tuple[tuple[tuple[int,
 @lru_cache(maxsize=1024)
 def _fixed_cut(work: Work, overlap: Overlap, rows: int | None) -> tuple[tuple[tuple[int, int], ...], str, Choice]:
     """``_cut`` by a choice that is always the same, and the choice."""
-    choice = overlap.fixed_choice(work)
+    choice = fixed_choice(overlap, work)
     return *_cut(work, choice, rows), choice
 
 

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.meeting import channel_of, group_size
 from moe_comm.errors import ConfigError
 from moe_comm.overlap.cost import CHUNKS
-from moe_comm.overlap.tiles import at_least_one
+from moe_comm.overlap.options import at_least_one
 
 Agree = Callable[[Sequence[float]], Sequence[float]]
 """Collective: the largest of each number over the ranks."""

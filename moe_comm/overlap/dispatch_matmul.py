@@ -20,13 +20,12 @@ from moe_comm.dispatch.base import Dispatcher
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.kernels.expert_mlp import ExpertLinear
 from moe_comm.overlap.checks import weights_fault
-from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.executors.chunked_rows import ChunkedDispatch
 from moe_comm.overlap.executors.device import fused_choice, fused_dispatch, fused_fault
-from moe_comm.overlap.executors.grouped import grouped
 from moe_comm.overlap.executors.pipelined import pipelined_dispatch
+from moe_comm.overlap.executors.serial import grouped
 from moe_comm.overlap.executors.shared_rows import SharedDispatch
-from moe_comm.overlap.store import TRITON
+from moe_comm.overlap.options import TRITON, Overlap
 
 
 def dispatch_matmul(

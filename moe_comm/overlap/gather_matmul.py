@@ -23,18 +23,10 @@ from moe_comm.comm.channel import Channel
 from moe_comm.comm.meeting import channel_of, group_size
 from moe_comm.kernels.row_invariant import row_invariant_mm
 from moe_comm.kernels.wanted import wanted_gradients
-from moe_comm.overlap.chunked import (
-    DEFAULT,
-    Lines,
-    Overlap,
-    WeightGradient,
-    check_linear,
-    gathered_mm,
-    start_sum,
-    weight_gradient,
-)
+from moe_comm.overlap.chunked import Lines, WeightGradient, check_linear, gathered_mm, start_sum, weight_gradient
 from moe_comm.overlap.cost import Work
 from moe_comm.overlap.linear import Way, carried, differentiated, fused, product, product_gradients, work_of
+from moe_comm.overlap.options import DEFAULT, Overlap
 from moe_comm.overlap.shared import Traffic
 
 

@@ -15,8 +15,8 @@ from moe_comm.kernels.row_invariant import row_invariant_mm
 from moe_comm.kernels.wanted import wanted_gradients
 from moe_comm.overlap.chunked import Arrival, Lines, exact_mm, scattered_mm
 from moe_comm.overlap.cost import Work
+from moe_comm.overlap.options import TRITON
 from moe_comm.overlap.shared import Traffic, in_place, reads_in_place
-from moe_comm.overlap.store import TRITON
 
 if TYPE_CHECKING:
     from moe_comm.overlap.triton.linear import Kernels

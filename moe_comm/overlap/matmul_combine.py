@@ -21,8 +21,8 @@ from moe_comm.kernels.expert_mlp import ExpertLinear
 from moe_comm.overlap.checks import combine_fault
 from moe_comm.overlap.executors.chunked_rows import ChunkedDispatch
 from moe_comm.overlap.executors.device import fused_combine
-from moe_comm.overlap.executors.grouped import grouped
 from moe_comm.overlap.executors.pipelined import pipelined_combine
+from moe_comm.overlap.executors.serial import grouped
 from moe_comm.overlap.executors.shared_rows import SharedDispatch
 
 

@@ -29,8 +29,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from moe_comm.errors import InputError
+from moe_comm.overlap.options import at_least_one
 from moe_comm.overlap.ring import Ring
-from moe_comm.overlap.tiles import Cut, Ints, Ragged, Tiles, at_least_one, chunk_rows
+from moe_comm.overlap.tiles import Cut, Ints, Ragged, Tiles, chunk_rows
 
 
 @dataclass(frozen=True)

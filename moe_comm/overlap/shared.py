@@ -26,10 +26,10 @@ from torch import Tensor
 
 from moe_comm.kernels.row_invariant import row_invariant_mm
 from moe_comm.overlap.chunked import Arrival, Lines
-from moe_comm.overlap.store import SHARED
+from moe_comm.overlap.options import SHARED
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import moving
-from moe_comm.runtime.shared import DTYPE_CODES, block, native
+from moe_comm.runtime.memory import DTYPE_CODES, block, native
 
 if TYPE_CHECKING:
     from moe_comm._C import Heap, Rendezvous

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from moe_comm.errors import InputError
+from moe_comm.overlap.options import at_least_one
 from moe_comm.overlap.schedule import Schedule
-from moe_comm.overlap.tiles import Ints, Ragged, at_least_one
+from moe_comm.overlap.tiles import Ints, Ragged
 
 Times = NDArray[np.float64]
 

@@ -22,12 +22,12 @@ import torch
 
 from moe_comm.errors import ConfigError
 from moe_comm.overlap.cost import Work
+from moe_comm.overlap.options import BACKENDS, CHUNKED, SHARED
 from moe_comm.runtime.cpu_guard import read_cpuinfo
 
 VERSION = 2
 NEAR = 2.0
 """A measurement holds for shapes up to so many times as large or small in each dimension, and links as fast."""
-CHUNKED, SHARED, TRITON = BACKENDS = ("chunked", "shared_memory", "triton")
 GAIN = 0.02
 """Share of one chunk's time that others must save: less is noise."""
 MOST = 4096

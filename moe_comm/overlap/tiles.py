@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from moe_comm.errors import ConfigError
+from moe_comm.overlap.options import at_least_one
 
 Ints = NDArray[np.int64]
 
@@ -163,8 +164,3 @@ def _spans(first_N: Ints, counts_N: Ints) -> Ints:
     """first, first + 1, ... first + count - 1 of each, end to end."""
     spans: Ints = np.arange(counts_N.sum()) + np.repeat(first_N - _starts(counts_N), counts_N)
     return spans
-
-
-def at_least_one(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} must be a whole number of at least 1; got {value!r}")

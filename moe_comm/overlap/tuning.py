@@ -27,18 +27,9 @@ from moe_comm.comm.communicator import communicators
 from moe_comm.comm.meeting import digest
 from moe_comm.errors import RankMismatch
 from moe_comm.overlap.cost import CHUNKS, IN_PLACE, MARGIN, Rates, Work, cheapest, predict
+from moe_comm.overlap.options import BACKENDS, CHUNKED, SHARED, TRITON
 from moe_comm.overlap.rates import measure_rates
-from moe_comm.overlap.store import (
-    BACKENDS,
-    CHUNKED,
-    SHARED,
-    TRITON,
-    Choice,
-    Place,
-    Store,
-    cache_folder,
-    read_store,
-)
+from moe_comm.overlap.store import Choice, Place, Store, cache_folder, read_store
 
 CHOICE_BYTES, PROBLEM_BYTES = 256, 512
 """Of a choice, and of what is wrong with the stored measurements, as ranks tell them to each other."""

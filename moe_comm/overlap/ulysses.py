@@ -33,8 +33,9 @@ from moe_comm.errors import InputError
 from moe_comm.kernels.autocast import without_autocast
 from moe_comm.kernels.row_invariant import row_invariant_mm
 from moe_comm.kernels.wanted import wanted_gradients
-from moe_comm.overlap.chunked import Lines, Overlap, check_linear, exact_mm
+from moe_comm.overlap.chunked import Lines, check_linear, exact_mm
 from moe_comm.overlap.cost import Work
+from moe_comm.overlap.options import Overlap
 
 
 def matmul_swap(x_SD: Tensor, weight_ND: Tensor, group: ProcessGroup | None, overlap: Overlap | None = None) -> Tensor:

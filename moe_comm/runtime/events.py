@@ -11,6 +11,8 @@ two (csrc/cpu/spans.cpp writes it); nothing waits.
 
     with EVENTS.span(Kind.DISPATCH, "layers.0", group=group_id, nbytes=...):    a region only
     with moving(Kind.COLLECTIVE, "gradients", group=...):                       and counted by COMMUNICATION
+    with COMMUNICATION.paused():                  inside of that, around what others do between their transfers
+    COMMUNICATION.take()                          seconds since the last call, by which a training step's time is split
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ import struct
 import threading
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from moe_comm.runtime.event_layout import (
@@ -43,7 +46,6 @@ from moe_comm.runtime.event_layout import (
     group_text,
     region_bytes,
 )
-from moe_comm.runtime.meter import COMMUNICATION
 
 if TYPE_CHECKING:
     from moe_comm._C import Open, SpanRecorder
@@ -61,7 +63,7 @@ else:
             stacklevel=2,
         )
 
-__all__ = ["EVENTS", "DeviceClock", "Open", "Recorder", "moving", "start_ticks"]
+__all__ = ["COMMUNICATION", "EVENTS", "DeviceClock", "Meter", "Open", "Recorder", "moving", "start_ticks"]
 
 
 def start_ticks(pid: int | None = None) -> int:
@@ -199,6 +201,55 @@ class Recorder(SpanRecorder):
 
 EVENTS: Final = Recorder()
 """This process's."""
+
+
+class Meter:
+    """Seconds between entering and leaving, summed; what is nested counts once. Each thread enters for itself.
+
+    On a GPU the host only queues the work, so the seconds are those it could not go on, not those on the device.
+    """
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        self._seconds = 0.0
+
+    def __enter__(self) -> None:
+        depth = getattr(self._local, "depth", 0)
+        if depth == 0:
+            self._local.began = time.perf_counter()
+        self._local.depth = depth + 1
+
+    def __exit__(self, *error: Any) -> None:
+        self._local.depth -= 1
+        if self._local.depth == 0:
+            with self._lock:
+                self._seconds += time.perf_counter() - self._local.began
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count until it ends, but for what enters anew meanwhile."""
+        depth = getattr(self._local, "depth", 0)
+        if not depth:
+            yield
+            return
+        self._local.depth = 1
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
+            self._local.depth = depth
+
+    def take(self) -> float:
+        """Seconds since the last call."""
+        with self._lock:
+            seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
+COMMUNICATION = Meter()
+"""Dispatch, combine, and every collective of this library: all that moves data between ranks, and the waits in it."""
 
 
 class moving:

@@ -1,23 +1,78 @@
-"""Where layers and operators take large buffers from."""
+"""The native core, and where layers and operators take large buffers from: memory whose pages stay mapped."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from moe_comm.runtime.shared import native_is_built, warm
+from moe_comm.errors import MissingDependency
+
+if TYPE_CHECKING:
+    from moe_comm import _C
 
 Alloc = Callable[[int, int, torch.dtype, torch.device], Tensor]
 """(rows, width, dtype, device) to an uninitialised [rows, width] tensor; ``Dispatcher.empty_rows`` is one."""
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def native() -> ModuleType:
+    """The native core.
+
+    Raises:
+        MissingDependency: it was not built.
+    """
+    try:
+        from moe_comm import _C
+    except ImportError as error:
+        raise MissingDependency(
+            f"the native core moe_comm._C is not built ({error}); run `pip install -e .`"
+        ) from error
+    return _C
+
+
+@lru_cache(maxsize=1)
+def native_is_built() -> bool:
+    """Whether this process has the native core."""
+    try:
+        native()
+    except MissingDependency:
+        return False
+    return True
+
+
+@lru_cache(maxsize=1)
+def private_heap() -> _C.Heap:
+    """This process's heap of private memory, for dispatch without peers. Pages stay mapped and warm: faulting in
+    fresh ones costs more than the copies into them."""
+    heap: _C.Heap = native().Heap("")
+    return heap
+
+
+def block(heap: _C.Heap, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Uninitialised [rows, width] tensor in ``heap``; its memory goes back when the tensor dies, on any thread."""
+    if rows == 0 or width == 0:
+        return torch.empty(rows, width, dtype=dtype)
+    return torch.from_dlpack(heap.tensor(rows, width, DTYPE_CODES[dtype]))
+
+
+WARM_BYTES = 128 << 10
+"""malloc keeps smaller tensors' pages mapped by itself (its mmap threshold)."""
 
 
 def warm_rows(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Uninitialised memory; on the CPU with its pages mapped, as faulting in fresh ones costs more than using them."""
-    if device.type == "cpu" and native_is_built():
-        return warm(rows, width, dtype)
-    return torch.empty(rows, width, dtype=dtype, device=device)
+    size = rows * width * dtype.itemsize
+    if size < WARM_BYTES or device.type != "cpu" or not native_is_built():
+        return torch.empty(rows, width, dtype=dtype, device=device)
+    if dtype in DTYPE_CODES:
+        return block(private_heap(), rows, width, dtype)
+    words = block(private_heap(), 1, -(-size // 4), torch.float32).view(-1).view(torch.uint8)
+    return words[:size].view(dtype).view(rows, width)
 
 
 def warm_like(x: Tensor) -> Tensor:

@@ -76,8 +76,8 @@ def dispatch() -> Met:
     import torch.distributed as dist
 
     from moe_comm.dispatch import make_dispatcher
+    from moe_comm.runtime.host import host_key
     from moe_comm.runtime.launch import init_ranks
-    from moe_comm.runtime.shared import host_key
     from tests.dispatch import cases, workers
     from tests.dispatch.workers import Job
 

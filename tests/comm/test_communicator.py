@@ -18,7 +18,7 @@ from moe_comm.comm.meeting import channel_of, communicator_of
 from moe_comm.dispatch import Dispatcher, DispatchOptions
 from moe_comm.errors import ConfigError
 from moe_comm.layers.parallel.collectives import sum_over
-from moe_comm.runtime.shared import native_is_built
+from moe_comm.runtime.memory import native_is_built
 from tests.pool import RankPool
 
 EXPERTS, HIDDEN = 8, 16

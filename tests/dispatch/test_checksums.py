@@ -17,10 +17,10 @@ from moe_comm.dispatch.payload import PayloadName
 from moe_comm.errors import CorruptPayload, RankMismatch
 from moe_comm.kernels.activations import Activation
 from moe_comm.kernels.expert_mlp import ExpertMLP
-from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.executors.choice import dispatch_rows
 from moe_comm.overlap.executors.chunked_rows import ChunkedDispatch, ChunkedSend
 from moe_comm.overlap.executors.pipelined import PipelinedCall
+from moe_comm.overlap.options import Overlap
 from tests.dispatch import cases, workers
 from tests.dispatch.test_contract import BACKENDS, usable
 from tests.dispatch.workers import Job

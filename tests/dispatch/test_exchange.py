@@ -20,7 +20,7 @@ from moe_comm.comm.shared_channel import WHOLE_BYTES, SharedChannel
 from moe_comm.comm.shared_heap import SharedOptions
 from moe_comm.dispatch.factory import make_dispatcher
 from moe_comm.errors import RankMismatch
-from moe_comm.runtime.shared import block
+from moe_comm.runtime.memory import block
 from tests.pool import RankPool
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]

@@ -93,17 +93,14 @@ def test_gpus_must_reach_each_other(devices: list[int], access: list[int], said:
     assert said in choice.problem("peer_to_peer")
 
 
-def test_gpus_that_do_not_reach_each_other_are_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factory._state, "told", False)
+def test_gpus_that_do_not_reach_each_other_are_told_of() -> None:
     gpus = replace(HOST, device="cuda", transport="nccl", peers="the GPU of rank 1 is shy")
     with pytest.warns(RuntimeWarning, match="auto takes 'all_to_all' on these GPUs: the GPU of rank 1 is shy"):
-        factory.tell_once(choose(gpus, Traffic(top_k=2)))
+        factory.warn_of_gpus(choose(gpus, Traffic(top_k=2)))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        factory.tell_once(choose(gpus))
-        monkeypatch.setattr(factory._state, "told", False)
         for quiet in (replace(gpus, hosts=2), replace(gpus, peers=""), HOST):
-            factory.tell_once(choose(quiet))
+            factory.warn_of_gpus(choose(quiet))
     assert not said
 
 

@@ -19,7 +19,7 @@ from moe_comm.dispatch.hierarchical.dispatcher import HierarchicalDispatcher
 from moe_comm.dispatch.hierarchical.rail import Pieces
 from moe_comm.dispatch.hierarchical.relay_routes import HostMap, WireBytes, inter_host_bytes
 from moe_comm.errors import HeapError
-from moe_comm.runtime.shared import block
+from moe_comm.runtime.memory import block
 from moe_comm.topology import ExpertPlacement
 from tests.dispatch import cases, workers
 from tests.dispatch.cases import Case

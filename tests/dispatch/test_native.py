@@ -19,7 +19,7 @@ from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher  # n
 from moe_comm.dispatch.base import Dispatcher  # noqa: E402
 from moe_comm.dispatch.types import DispatchOptions  # noqa: E402
 from moe_comm.errors import ConfigError, HeapError, InputError, MoeCommError, RankMismatch, RoutingError  # noqa: E402
-from moe_comm.runtime.shared import private_heap  # noqa: E402
+from moe_comm.runtime.memory import private_heap  # noqa: E402
 from moe_comm.topology import ExpertPlacement  # noqa: E402
 from tests.pool import RankPool  # noqa: E402
 

@@ -15,7 +15,7 @@ from moe_comm.overlap import dispatch_matmul as dispatching
 from moe_comm.overlap import gather_matmul as gathering
 from moe_comm.overlap import matmul_combine as combining
 from moe_comm.overlap import matmul_scatter as scattering
-from moe_comm.overlap.chunked import Overlap
+from moe_comm.overlap.options import Overlap
 from moe_comm.runtime.launch import init_ranks
 from moe_comm.topology import ExpertPlacement
 

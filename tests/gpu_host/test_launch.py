@@ -9,13 +9,13 @@ import torch
 
 from moe_comm.comm import header
 from moe_comm.dispatch.payload import Payload
-from moe_comm.dispatch.peer_to_peer.dispatcher import access as peer_access
+from moe_comm.dispatch.peer_to_peer import access as peer_access
 from moe_comm.dispatch.peer_to_peer.rows import Form
 from moe_comm.errors import ConfigError, MissingDependency
 from moe_comm.gpu import launch, nvrtc, protocol
 from moe_comm.gpu.arguments import Packer, kernel_constants, kernel_fields
 from moe_comm.gpu.launch import RecordingLauncher
-from moe_comm.runtime.shared import DTYPE_CODES
+from moe_comm.runtime.memory import DTYPE_CODES
 
 core = pytest.importorskip("moe_comm._C", reason="the native core is not built")
 FIELDS = {"add": ("a_at", "b_at", "count")}

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from moe_comm.kernels.expert_mm import aligned, expert_mm
+from moe_comm.kernels.row_invariant import aligned, expert_mm
 
 CUTS = ((0, 37), (0, 1, 37), (0, 3, 10, 37), (0, 8, 9, 24, 37))
 

@@ -14,12 +14,13 @@ from torch.utils.checkpoint import checkpoint
 from moe_comm.comm.communicator import CollectiveOptions
 from moe_comm.comm.meeting import configure_collectives
 from moe_comm.errors import ConfigError, InputError, RankMismatch
+from moe_comm.layers.attention import context
 from moe_comm.layers.attention.config import AttentionConfig, MLAConfig, RopeConfig, Yarn
-from moe_comm.layers.attention.layer import Attention, context
+from moe_comm.layers.attention.layer import Attention
 from moe_comm.layers.attention.sequence import Documents, shard_sequence, unshard_sequence
 from moe_comm.layers.parallel import linear
 from moe_comm.layers.parallel.recompute import keeping_less
-from moe_comm.overlap.chunked import Overlap
+from moe_comm.overlap.options import Overlap
 from moe_comm.topology import FoldedMesh, ParallelConfig, Sharding
 from tests.pool import RankPool
 

@@ -18,9 +18,10 @@ from moe_comm.comm.channel import Channel, Coming
 from moe_comm.comm.communicator import CollectiveOptions
 from moe_comm.comm.meeting import configure_collectives
 from moe_comm.errors import ConfigError, InputError, PeerDied, RankMismatch
+from moe_comm.layers.attention import pieces, sequence
 from moe_comm.layers.attention.config import AttentionConfig, Context, MLAConfig
 from moe_comm.layers.attention.context import ContextSpec, check_heads, context_attention, local_attention
-from moe_comm.layers.attention.layer import Attention, pieces, sequence
+from moe_comm.layers.attention.layer import Attention
 from moe_comm.layers.attention.ring import RingSpec, ring_attention
 from moe_comm.layers.attention.sequence import (
     Documents,

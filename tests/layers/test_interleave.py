@@ -17,7 +17,7 @@ from moe_comm.layers.parallel.recompute import activation_bytes
 from moe_comm.layers.transformer.config import Recompute, TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
-from moe_comm.overlap.chunked import Overlap
+from moe_comm.overlap.options import Overlap
 from moe_comm.plan.pipeline.stages import plan_stages
 from moe_comm.topology import FoldedMesh, ParallelConfig
 from moe_comm.train.config import load

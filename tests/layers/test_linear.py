@@ -19,7 +19,7 @@ from moe_comm.layers.parallel.collectives import sum_values
 from moe_comm.layers.parallel.dense import DenseMLP
 from moe_comm.layers.parallel.linear import ColumnParallelLinear, RowParallelLinear, enter
 from moe_comm.layers.parallel.norm import RMSNorm
-from moe_comm.overlap.chunked import Overlap
+from moe_comm.overlap.options import Overlap
 from moe_comm.topology import Sharding
 from tests.layers.reference import draw, silu_glu
 from tests.pool import RankPool

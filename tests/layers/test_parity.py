@@ -24,7 +24,7 @@ from moe_comm.layers import (
     load_full_state_dict,
     run_check_grads,
 )
-from moe_comm.overlap.chunked import Overlap
+from moe_comm.overlap.options import Overlap
 from tests.layers.reference import draw
 from tests.pool import RankPool
 

@@ -20,7 +20,7 @@ from moe_comm.layers.transformer.config import Recompute, TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
 from moe_comm.layers.transformer.shortcut import PLACES, Shortcut, ShortcutBlock
-from moe_comm.overlap.chunked import Overlap
+from moe_comm.overlap.options import Overlap
 from moe_comm.plan.model.activations import Activations
 from moe_comm.plan.model.shape import ModelShape
 from moe_comm.topology import FoldedMesh, ParallelConfig

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_comm.comm.communicator import CollectiveOptions
 from moe_comm.comm.meeting import configure_collectives
-from moe_comm.overlap.chunked import Overlap
+from moe_comm.overlap.options import Overlap
 
 BOTH = (CollectiveOptions(), CollectiveOptions(shared_memory=False, checked=True))
 """Through shared memory, and over the backend."""

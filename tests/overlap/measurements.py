@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from moe_comm.overlap.cost import Work
-from moe_comm.overlap.store import TRITON, Choice, Measured, Place, Tried
+from moe_comm.overlap.options import TRITON
+from moe_comm.overlap.store import Choice, Measured, Place, Tried
 
 PLACE = Place(hosts=1, shared=False, threads=1, device="cpu", bytes_per_s=1e9)
 WORK = Work("gather_matmul", "forward", 1024, 512, 512, torch.float32, 2)

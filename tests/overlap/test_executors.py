@@ -23,11 +23,11 @@ from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.layers.moe.config import MoEConfig
 from moe_comm.layers.moe.layer import MoELayer
 from moe_comm.layers.moe.router import RouterConfig
-from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.executors.base import ExpertCall
 from moe_comm.overlap.executors.choice import dispatch_rows, explain_overlap
 from moe_comm.overlap.executors.pipelined import PipelinedCall
 from moe_comm.overlap.executors.serial import SerialCall
+from moe_comm.overlap.options import Overlap
 from moe_comm.topology import ExpertPlacement
 from tests.layers.reference import draw
 from tests.overlap.test_experts import ROUTINGS, D, F, _gradients, _leaves, _routing, _same

@@ -25,9 +25,9 @@ from moe_comm.layers.moe.layer import MoELayer
 from moe_comm.layers.moe.router import RouterConfig
 from moe_comm.overlap import dispatch_matmul as first
 from moe_comm.overlap import matmul_combine as last
-from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.executors.choice import dispatch_rows
-from moe_comm.overlap.executors.grouped import grouped_mlp
+from moe_comm.overlap.executors.serial import grouped_mlp
+from moe_comm.overlap.options import Overlap
 from moe_comm.topology import ExpertPlacement
 from tests.layers.reference import draw
 from tests.pool import RankPool

@@ -14,11 +14,12 @@ from torch import Tensor
 from moe_comm.comm.communicator import CollectiveOptions
 from moe_comm.comm.meeting import configure_collectives
 from moe_comm.errors import ConfigError, InputError, PeerDied, RankMismatch
-from moe_comm.overlap.chunked import RANK_BY_RANK, Overlap
+from moe_comm.overlap.chunked import RANK_BY_RANK
 from moe_comm.overlap.gather_matmul import gather_matmul
 from moe_comm.overlap.gather_matmul import reference as gather_reference
 from moe_comm.overlap.matmul_scatter import matmul_scatter
 from moe_comm.overlap.matmul_scatter import reference as scatter_reference
+from moe_comm.overlap.options import Overlap
 from tests.layers.reference import draw
 from tests.overlap.common import BOTH, Found, assert_near, in_every_way
 from tests.pool import RankPool

@@ -33,7 +33,6 @@ from moe_comm.kernels import expert_mlp
 from moe_comm.kernels.activations import activation_of
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.overlap import chunked, ulysses
-from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.crossing import Parts, Piece
 from moe_comm.overlap.dispatch_matmul import dispatch_matmul
 from moe_comm.overlap.executors import pipelined
@@ -43,6 +42,7 @@ from moe_comm.overlap.executors.transport import RowReturn, RowSend
 from moe_comm.overlap.gather_matmul import gather_matmul
 from moe_comm.overlap.matmul_combine import matmul_combine
 from moe_comm.overlap.matmul_scatter import matmul_scatter
+from moe_comm.overlap.options import Overlap
 from moe_comm.overlap.ulysses import matmul_swap, swap_matmul
 from moe_comm.topology import ExpertPlacement
 from tests.layers.reference import draw

@@ -25,12 +25,12 @@ from moe_comm.comm.shared_heap import SharedOptions
 from moe_comm.errors import PeerDied, PeerError, PeerTimeout, RankMismatch
 from moe_comm.kernels.row_invariant import row_invariant_mm
 from moe_comm.overlap import shared
-from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.gather_matmul import gather_matmul
 from moe_comm.overlap.gather_matmul import reference as gather_reference
 from moe_comm.overlap.matmul_scatter import matmul_scatter
 from moe_comm.overlap.matmul_scatter import reference as scatter_reference
-from moe_comm.runtime.shared import block
+from moe_comm.overlap.options import Overlap
+from moe_comm.runtime.memory import block
 from tests.layers.reference import draw
 from tests.pool import RankPool
 

@@ -37,13 +37,13 @@ from moe_comm.errors import (
     RoutingError,
 )
 from moe_comm.kernels import expert_mlp
-from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.dispatch_matmul import dispatch_matmul
 from moe_comm.overlap.dispatch_matmul import reference as dispatch_reference
 from moe_comm.overlap.executors.shared_rows import SharedDispatch
 from moe_comm.overlap.matmul_combine import matmul_combine
 from moe_comm.overlap.matmul_combine import reference as combine_reference
-from moe_comm.runtime.shared import block
+from moe_comm.overlap.options import Overlap
+from moe_comm.runtime.memory import block
 from moe_comm.topology import ExpertPlacement
 from tests.layers.reference import draw
 from tests.pool import RankPool

@@ -17,9 +17,9 @@ from moe_comm.errors import ConfigError
 from moe_comm.overlap import chunked
 from moe_comm.overlap import gather_matmul as gather
 from moe_comm.overlap import matmul_scatter as scatter
-from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.gather_matmul import gather_matmul
 from moe_comm.overlap.matmul_scatter import matmul_scatter
+from moe_comm.overlap.options import Overlap
 from moe_comm.overlap.tuning import configure_tuning
 from tests.layers.reference import draw
 from tests.pool import RankPool

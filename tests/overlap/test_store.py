@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from moe_comm.overlap import store as store_file
+from moe_comm.overlap.options import CHUNKED, SHARED, TRITON
 from moe_comm.overlap.store import (
-    CHUNKED,
-    SHARED,
-    TRITON,
     Choice,
     Place,
     Store,

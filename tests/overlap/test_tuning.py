@@ -20,27 +20,14 @@ from moe_comm.comm.meeting import channel_of, communicator_of, configure_collect
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.errors import RankMismatch
 from moe_comm.overlap import tuning
-from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.cost import DIRECTIONS, FUSED, Rates, Work, predict
 from moe_comm.overlap.crossing import Parts
 from moe_comm.overlap.dispatch_matmul import dispatch_matmul
 from moe_comm.overlap.executors import pipelined
 from moe_comm.overlap.gather_matmul import gather_matmul, reference
 from moe_comm.overlap.matmul_combine import matmul_combine
-from moe_comm.overlap.store import (
-    BACKENDS,
-    CHUNKED,
-    SHARED,
-    TRITON,
-    Choice,
-    Measured,
-    Place,
-    Store,
-    Tried,
-    load_store,
-    save_store,
-    store_path,
-)
+from moe_comm.overlap.options import BACKENDS, CHUNKED, SHARED, TRITON, Overlap
+from moe_comm.overlap.store import Choice, Measured, Place, Store, Tried, load_store, save_store, store_path
 from moe_comm.overlap.tuning import choose, configure_tuning
 from moe_comm.topology import ExpertPlacement
 from tests.overlap.measurements import PLACE, WORK, fused, measured

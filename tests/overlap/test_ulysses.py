@@ -18,7 +18,7 @@ from moe_comm.comm.meeting import configure_collectives
 from moe_comm.errors import InputError, PeerDied, RankMismatch
 from moe_comm.kernels import row_invariant
 from moe_comm.overlap import ulysses
-from moe_comm.overlap.chunked import Overlap
+from moe_comm.overlap.options import Overlap
 from moe_comm.overlap.ulysses import matmul_swap, matmul_swap_reference, swap_matmul, swap_matmul_reference
 from tests.layers.reference import draw
 from tests.overlap.common import BOTH, assert_near, in_every_way

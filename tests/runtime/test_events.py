@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 from moe_comm.runtime.event_layout import NAMES_BYTES, NO_NAME, ROWS_WORDS, Kind, group_text, ranks_of, region_bytes
 from moe_comm.runtime.event_reader import read_spans, read_state
-from moe_comm.runtime.events import EVENTS, Recorder, moving
-from moe_comm.runtime.meter import COMMUNICATION
+from moe_comm.runtime.events import COMMUNICATION, EVENTS, Recorder, moving
 
 
 def fresh(records: int = 64, rank: int = 3) -> Recorder:

@@ -19,7 +19,7 @@ import torch
 _C = pytest.importorskip("moe_comm._C", reason="the native core is not built")
 
 from moe_comm.errors import HeapError, PeerError  # noqa: E402
-from moe_comm.runtime.shared import block  # noqa: E402
+from moe_comm.runtime.memory import block  # noqa: E402
 
 SHM = Path("/dev/shm")
 MIB = 1 << 20
@@ -158,7 +158,7 @@ FULL = """
 import sys, torch
 from moe_comm import _C
 from moe_comm.errors import HeapError
-from moe_comm.runtime.shared import block
+from moe_comm.runtime.memory import block
 heap = _C.Heap("/moe_comm_full", 64, 0, 1 << 30)
 kept = []
 try:

@@ -13,7 +13,7 @@ _C = pytest.importorskip("moe_comm._C", reason="the native core is not built")
 
 from moe_comm.dispatch.backends.local import LocalDispatcher  # noqa: E402
 from moe_comm.dispatch.backends.local_native import NativeLocalDispatcher  # noqa: E402
-from moe_comm.runtime.shared import DTYPE_CODES  # noqa: E402
+from moe_comm.runtime.memory import DTYPE_CODES  # noqa: E402
 from moe_comm.topology import ExpertPlacement  # noqa: E402
 
 ISAS = _C.isas()

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from moe_comm.runtime import meter as meter_module
-from moe_comm.runtime.meter import Meter
+from moe_comm.runtime import events
+from moe_comm.runtime.events import Meter
 
 
 class Clock:
@@ -24,7 +24,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(meter_module, "time", clock)
+    monkeypatch.setattr(events, "time", clock)
     return clock
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_comm.bench.common.case import Case, expected_rows, make_ids, require
 from moe_comm.bench.common.settings import DispatchBench
-from moe_comm.runtime.shared import warm
+from moe_comm.runtime.memory import warm_rows
 from moe_comm.topology import ExpertPlacement
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -103,7 +103,8 @@ class Limit:
         self.to = self._addresses(self.arrivals, owner, row)
         self.of = self._addresses(self.results, owner, row)
         self.weights_TK = case.weights_TK.float().contiguous()
-        self.y_TD = warm(settings.tokens, settings.hidden, case.x_TD.dtype).zero_()  # huge pages where ours gets them
+        # Huge pages where ours gets them.
+        self.y_TD = warm_rows(settings.tokens, settings.hidden, case.x_TD.dtype, case.x_TD.device).zero_()
 
     def _addresses(self, segments: SharedSegments, owner: Tensor, row: Tensor) -> Tensor:
         base = torch.tensor([segments.address(peer) for peer in range(self.settings.ranks)])

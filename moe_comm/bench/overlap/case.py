@@ -18,7 +18,7 @@ from moe_comm.bench.common.clock import sync_group
 from moe_comm.bench.common.race import pairs, race
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.row_invariant import TILE
-from moe_comm.overlap.chunked import Overlap
+from moe_comm.overlap.options import Overlap
 
 OPERATORS = ("gather_matmul", "matmul_scatter", "dispatch_matmul", "matmul_combine")
 DIRECTIONS = ("forward", "backward")

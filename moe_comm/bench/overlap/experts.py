@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from moe_comm.bench.overlap.case import Contest, Work, gradients, stepwise
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher, Routes
 from moe_comm.dispatch.types import Layout
-from moe_comm.kernels.expert_mm import aligned, expert_mm, product_into
+from moe_comm.kernels.row_invariant import aligned, expert_mm, product_into
 from moe_comm.overlap.dispatch_matmul import dispatch_matmul
 from moe_comm.overlap.matmul_combine import matmul_combine
 from moe_comm.runtime.memory import warm_like, warm_rows

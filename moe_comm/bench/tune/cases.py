@@ -16,12 +16,12 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.meeting import channel_of
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
-from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.cost import Work
 from moe_comm.overlap.dispatch_matmul import dispatch_matmul
 from moe_comm.overlap.gather_matmul import gather_matmul
 from moe_comm.overlap.matmul_combine import matmul_combine
 from moe_comm.overlap.matmul_scatter import matmul_scatter
+from moe_comm.overlap.options import Overlap
 from moe_comm.topology import ExpertPlacement
 
 EXPERTS, TOP_K = 8, 2

@@ -30,13 +30,10 @@ from moe_comm.bench.tune.cases import CASES, Case, Ground
 from moe_comm.comm.channel import Channel
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.row_invariant import TILE
-from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.cost import CHUNKS, DIRECTIONS, FUSED, IN_PLACE, MARGIN, Rates, predict
+from moe_comm.overlap.options import CHUNKED, SHARED, TRITON, Overlap
 from moe_comm.overlap.rates import measure_rates
 from moe_comm.overlap.store import (
-    CHUNKED,
-    SHARED,
-    TRITON,
     Choice,
     Measured,
     Place,

@@ -10,7 +10,7 @@ from moe_comm.comm.header import Header
 from moe_comm.dispatch.backends.local import LocalDispatcher
 from moe_comm.dispatch.backends.native import NativeRows, supported
 from moe_comm.dispatch.types import DispatchOptions, Layout
-from moe_comm.runtime.shared import DTYPE_CODES, native, private_heap
+from moe_comm.runtime.memory import DTYPE_CODES, native, private_heap
 from moe_comm.topology import ExpertPlacement
 
 

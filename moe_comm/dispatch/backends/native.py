@@ -13,7 +13,7 @@ from moe_comm.comm.communicator import Communicator
 from moe_comm.comm.header import Header, failure, fault_word
 from moe_comm.dispatch.types import Layout
 from moe_comm.errors import MoeCommError, RoutingError, mark_known
-from moe_comm.runtime.shared import DTYPE_CODES, block, native, warm
+from moe_comm.runtime.memory import DTYPE_CODES, block, native, warm_rows
 
 if TYPE_CHECKING:
     from moe_comm import _C
@@ -34,14 +34,12 @@ def _fault_of(header: Header) -> tuple[int, str]:
     return fault_word(header.fault), str(header.fault)
 
 
-_left_behind: list[_Underway] = []
-
-
 class _Underway:
     """A transfer between its halves. Leaving the ``with`` ends it: for all ranks, or, by an exception, as an error that
     the others hear of. One thread does it all."""
 
     _native: _C.Arriving | _C.Leaving
+    _of: NativeRows
 
     def __enter__(self) -> Self:
         return self
@@ -53,14 +51,14 @@ class _Underway:
         finally:
             self._native.abandon()  # does nothing once it is finished
             if not self._native.finished():
-                _left_behind.append(self)  # with what peers may still be reading: no other rows may stand there
+                self._of.leave_behind(self)
 
 
 class ArrivingRows(_Underway):
     """Rows on their way to this rank's experts. ``rows_RD``: this rank's own stand, those of ``next`` peers, too."""
 
-    def __init__(self, native: _C.Arriving, rows_RD: Tensor, layout: Layout, *kept: object) -> None:
-        self._native = self._arriving = native
+    def __init__(self, of: NativeRows, native: _C.Arriving, rows_RD: Tensor, layout: Layout, *kept: object) -> None:
+        self._of, self._native, self._arriving = of, native, native
         self.rows_RD, self.layout = rows_RD, layout
         self._kept = kept  # peers may be reading and writing it
 
@@ -185,22 +183,53 @@ class NativeRows:
             call=header.seq,
             maker=header.maker,
         )
-        return ArrivingRows(arriving, rows_RD, layout, capsule)
+        return ArrivingRows(self, arriving, rows_RD, layout, capsule)
 
     def send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, Layout]:
-        """Dispatch; see ``Dispatcher._send``."""
-        with self.start_send(x_TD, ids_TK, header) as arriving:
-            return arriving.rows_RD, arriving.layout
+        """Dispatch; see ``Dispatcher._send``. One native call."""
+        if header.fault is not None:
+            with self.start_send(x_TD, ids_TK, header) as arriving:
+                return arriving.rows_RD, arriving.layout
+        if x_TD.stride(1) != 1:
+            x_TD = x_TD.contiguous()
+        ids_TK = ids_TK.to(torch.int64).contiguous()
+        (tokens, hidden), dtype = x_TD.shape, x_TD.dtype
+        if self._comm is not None and self._comm.limit_s != self._timeout_s:
+            self._comm.limit(self._timeout_s)
+        try:
+            capsule, state, sizes, rows, dropped = self._transfer.send(
+                header.compared(),
+                header.label,
+                x_TD.data_ptr(),
+                x_TD.stride(0) * dtype.itemsize,
+                ids_TK.data_ptr(),
+                tokens,
+                header.top_k,
+                hidden,
+                DTYPE_CODES[dtype],
+            )
+        except self.errors as error:
+            raise self.explained(error, header) from None
+        rows_RD = torch.from_dlpack(capsule) if rows and hidden else x_TD.new_empty(rows, hidden)
+        return rows_RD, Layout(
+            tokens,
+            header.top_k,
+            hidden,
+            dtype,
+            x_TD.device,
+            sizes,
+            rows,
+            dropped,
+            header.label,
+            state,
+            header.seq,
+            header.maker,
+        )
 
-    def start_sum(self, rows_RD: Tensor, layout: Layout, header: Header, computed: bool) -> LeavingRows:
-        """The first half of ``sum``.
-
-        Args:
-            rows_RD: where they are not ``computed``, a block of ``empty_rows`` that is filled while flags rise.
-        """
-        if computed:
-            rows_RD = _dense(rows_RD)
-        y_TD = warm(layout.num_tokens, layout.hidden, layout.dtype)  # now: no room would be no news to the others
+    def start_sum(self, rows_RD: Tensor, layout: Layout, header: Header) -> LeavingRows:
+        """The first half of ``sum``. rows_RD: a block of ``empty_rows`` that is filled while flags rise."""
+        # Now: that there is no room would be no news to the others.
+        y_TD = warm_rows(layout.num_tokens, layout.hidden, layout.dtype, layout.device)
         if self._comm is not None and self._comm.limit_s != self._timeout_s:
             self._comm.limit(self._timeout_s)
         try:
@@ -211,16 +240,33 @@ class NativeRows:
                 layout.state,
                 rows_RD.data_ptr(),
                 rows_RD.stride(0) * rows_RD.element_size(),
-                computed,
+                False,  # computed
             )
         except self.errors as error:
             raise self.explained(error, header) from None
         return LeavingRows(leaving, rows_RD, y_TD, self, header)
 
     def sum(self, rows_RD: Tensor, weights_TK: Tensor | None, layout: Layout, header: Header) -> Tensor:
-        """Combine; see ``Dispatcher._sum``."""
-        with self.start_sum(rows_RD, layout, header, computed=True) as leaving:
-            return leaving.sum(weights_TK)
+        """Combine; see ``Dispatcher._sum``. One native call."""
+        if rows_RD.stride(1) != 1:
+            rows_RD = rows_RD.contiguous()
+        weights_TK = None if weights_TK is None else weights_TK.contiguous()
+        y_TD = warm_rows(layout.num_tokens, layout.hidden, layout.dtype, layout.device)
+        if self._comm is not None and self._comm.limit_s != self._timeout_s:
+            self._comm.limit(self._timeout_s)
+        try:
+            self._transfer.sum(
+                header.compared(),
+                header.label,
+                layout.state,
+                rows_RD.data_ptr(),
+                rows_RD.stride(0) * rows_RD.element_size(),
+                0 if weights_TK is None else weights_TK.data_ptr(),
+                y_TD.data_ptr(),
+            )
+        except BaseException as error:
+            raise self._failed(error, header, rows_RD) from None
+        return y_TD
 
     def start_spread(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, layout: Layout, header: Header
@@ -249,15 +295,49 @@ class NativeRows:
             raise self.explained(error, header) from None
         some = layout.num_rows and layout.hidden
         grad_RD = torch.from_dlpack(capsule) if some else grad_TD.new_empty(layout.num_rows, layout.hidden)
-        return ArrivingRows(arriving, grad_RD, layout, capsule, rows), grad_TK
+        return ArrivingRows(self, arriving, grad_RD, layout, capsule, rows), grad_TK
 
     def spread(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, layout: Layout, header: Header
     ) -> tuple[Tensor, Tensor | None]:
-        """Combine backward; see ``Dispatcher._spread``."""
-        arriving, grad_TK = self.start_spread(grad_TD, rows_RD, weights_TK, layout, header)
-        with arriving:
-            return arriving.rows_RD, grad_TK
+        """Combine backward; see ``Dispatcher._spread``. One native call."""
+        if grad_TD.stride(1) != 1:
+            grad_TD = grad_TD.contiguous()
+        if rows_RD is not None and rows_RD.stride(1) != 1:
+            rows_RD = rows_RD.contiguous()
+        weights_TK = weights_TK.contiguous()
+        grad_TK = None if rows_RD is None else torch.empty(layout.num_tokens, layout.top_k)
+        if self._comm is not None and self._comm.limit_s != self._timeout_s:
+            self._comm.limit(self._timeout_s)
+        try:
+            capsule = self._transfer.spread(
+                header.compared(),
+                header.label,
+                layout.state,
+                grad_TD.data_ptr(),
+                grad_TD.stride(0) * grad_TD.element_size(),
+                0 if rows_RD is None else rows_RD.data_ptr(),
+                0 if rows_RD is None else rows_RD.stride(0) * rows_RD.element_size(),
+                weights_TK.data_ptr(),
+                rows_RD is not None,
+                0 if grad_TK is None else grad_TK.data_ptr(),
+            )
+        except BaseException as error:
+            raise self._failed(error, header, rows_RD) from None
+        some = layout.num_rows and layout.hidden
+        grad_RD = torch.from_dlpack(capsule) if some else grad_TD.new_empty(layout.num_rows, layout.hidden)
+        return grad_RD, grad_TK
+
+    def leave_behind(self, kept: object) -> None:
+        """Keep what peers may still be reading after an error: no other rows may stand there."""
+        if self._comm is not None:
+            self._comm.left_behind.append(kept)
+
+    def _failed(self, error: BaseException, header: Header, rows_RD: Tensor | None) -> BaseException:
+        """What to raise for ``error`` of a whole operation, in which peers read ``rows_RD``."""
+        if not isinstance(error, native().HandshakeFailed):  # after which nobody reads
+            self.leave_behind(rows_RD)
+        return self.explained(error, header) if isinstance(error, self.errors) else error
 
     def explained(self, error: Exception, header: Header) -> Exception:
         """``error`` of the native core as every rank raises it, marked as known to all."""

@@ -18,7 +18,7 @@ from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.payload import rounded
 from moe_comm.dispatch.types import DispatchOptions, Layout
 from moe_comm.errors import InputError, MoeCommError, RoutingError
-from moe_comm.runtime.shared import DTYPE_CODES
+from moe_comm.runtime.memory import DTYPE_CODES
 from moe_comm.topology import ExpertPlacement
 
 
@@ -62,7 +62,7 @@ class SharedMemoryDispatcher(Dispatcher):
 
     def start_sum(self, rows_RD: Tensor, layout: Layout, header: Header) -> LeavingRows:
         """A combine, or a dispatch's backward, of rows that are computed meanwhile, into a block of ``empty_rows``."""
-        return self._rows.start_sum(rows_RD, layout, header, computed=False)
+        return self._rows.start_sum(rows_RD, layout, header)
 
     def start_spread(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, layout: Layout, header: Header

@@ -25,7 +25,7 @@ from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.hierarchical.relay_routes import HostMap
 from moe_comm.dispatch.types import DispatchOptions, Layout
 from moe_comm.errors import HeapError, PeerError
-from moe_comm.runtime.shared import native_is_built
+from moe_comm.runtime.memory import native_is_built
 from moe_comm.topology import ExpertPlacement
 
 

@@ -25,7 +25,7 @@ from moe_comm.dispatch.peer_to_peer.rows import Arriving, Form, place
 from moe_comm.errors import ConfigError, HeapError, InputError
 from moe_comm.gpu.limits import check_shared
 from moe_comm.gpu.protocol import MAX_PARTS, NOWHERE, Offer, address
-from moe_comm.runtime.shared import DTYPE_CODES
+from moe_comm.runtime.memory import DTYPE_CODES
 
 MOST_TOKENS = 65535
 """A count is 16 bits of a word."""

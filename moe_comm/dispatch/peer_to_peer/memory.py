@@ -36,7 +36,7 @@ from moe_comm.gpu.protocol import (
     blocks_bytes,
 )
 from moe_comm.gpu.turns import Turns
-from moe_comm.runtime.shared import host_word
+from moe_comm.runtime.host import host_word
 
 LOOK_S = 0.25
 """How often a rank looks whether its peers live while kernels may wait for them."""

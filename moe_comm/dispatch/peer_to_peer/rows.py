@@ -22,7 +22,7 @@ from moe_comm.gpu.blocks import ALIGN, up
 from moe_comm.gpu.heap import Heap
 from moe_comm.gpu.protocol import BLOCK_SCALES, NOT_RELAYED, ROW_SCALES, SAME, Links, Offer, address
 from moe_comm.gpu.turns import Turns
-from moe_comm.runtime.shared import DTYPE_CODES
+from moe_comm.runtime.memory import DTYPE_CODES
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from moe_comm.gpu.launch import Launcher
 from moe_comm.gpu.limits import check_shared
 from moe_comm.gpu.protocol import HEADER_WORDS, NOTHING, NOWHERE, SAME, Offer, Shape
 from moe_comm.gpu.turns import Turns
-from moe_comm.runtime.shared import DTYPE_CODES, native
+from moe_comm.runtime.memory import DTYPE_CODES, native
 from moe_comm.topology import ExpertPlacement
 
 ROOM_WORD = HEADER_WORDS - 1

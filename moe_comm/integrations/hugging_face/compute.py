@@ -13,9 +13,9 @@ from moe_comm.dispatch.types import INVALID_LOGITS
 from moe_comm.integrations.hugging_face.families import ExpertsLayout
 from moe_comm.kernels.autocast import compute_dtype, without_autocast
 from moe_comm.kernels.expert_mlp import ExpertMLP
-from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.executors.base import ExpertCall
 from moe_comm.overlap.executors.choice import dispatch_rows
+from moe_comm.overlap.options import Overlap
 
 
 def expert_input(x_TD: Tensor, weight: Tensor) -> Tensor:

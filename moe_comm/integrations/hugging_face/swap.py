@@ -29,7 +29,7 @@ from moe_comm.integrations.hugging_face.compute import expert_input, expert_laye
 from moe_comm.integrations.hugging_face.families import ExpertsLayout, find_experts
 from moe_comm.integrations.hugging_face.guards import guard_libraries
 from moe_comm.layers.data_parallel import ExpertShard, ExpertShards, attach_experts, expert_modules, prepare_ddp
-from moe_comm.overlap.chunked import Overlap
+from moe_comm.overlap.options import Overlap
 from moe_comm.topology import Sharding, Split
 
 _HOOKS = (

@@ -2,10 +2,10 @@
 
     rows_RD  e0 e0 e0 │ e2 e2 │ e3        out[r] = rows[r] @ w[e of r].T        counts [3, 0, 2, 1], on the device
 
-Reference: ``kernels/expert_mm.py``, expert by expert. Programs are persistent and go over the experts' tiles in order
-of expert; every program finds its tiles from the counts, so the host need not know them. Sums are fp32, over the inner
-dimension (over an expert's rows in order, for gradients of weights), rounded once: who computes a tile when is nothing
-to the bits. fp32 is multiplied without tensor cores, whose TF32 would drop bits.
+Reference: ``kernels/row_invariant.py``, expert by expert. Programs are persistent and go over the experts' tiles in
+order of expert; every program finds its tiles from the counts, so the host need not know them. Sums are fp32, over the
+inner dimension (over an expert's rows in order, for gradients of weights), rounded once: who computes a tile when is
+nothing to the bits. fp32 is multiplied without tensor cores, whose TF32 would drop bits.
 """
 
 from __future__ import annotations

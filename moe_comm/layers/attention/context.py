@@ -28,7 +28,7 @@ from moe_comm.layers.attention.sequence import Documents, check_context
 from moe_comm.layers.attention.token_ring import token_ring_attention
 from moe_comm.layers.parallel.collectives import check_cut, group_size, swap_dims
 from moe_comm.layers.parallel.recompute import again
-from moe_comm.overlap.chunked import Overlap
+from moe_comm.overlap.options import Overlap
 from moe_comm.overlap.ulysses import matmul_swap, swap_matmul
 
 

@@ -50,7 +50,7 @@ from moe_comm.layers.parallel.collectives import channel_of, copy_to, gather_dim
 from moe_comm.layers.parallel.linear import ColumnParallelLinear, RowParallelLinear, enter, entering_linear, leave
 from moe_comm.layers.parallel.norm import RMSNorm
 from moe_comm.layers.parallel.recompute import again, again_inside
-from moe_comm.overlap.chunked import Overlap
+from moe_comm.overlap.options import Overlap
 from moe_comm.topology import Sharding, Split
 
 

@@ -14,27 +14,34 @@ names. This package makes that difference known:
     state           state_dict, load_state_dict, optimizer_state_dict, load_optimizer_state_dict
 """
 
-from moe_comm.layers.data_parallel.attach import (
-    attach_experts,
-    expert_modules,
-    expert_parameters,
-    leave_gradients,
-    skip_gradient_checks,
-)
-from moe_comm.layers.data_parallel.expert_shard import ExpertShard, ExpertShards
-from moe_comm.layers.data_parallel.state import (
-    load_optimizer_state_dict,
-    load_state_dict,
-    optimizer_state_dict,
-    state_dict,
-)
-from moe_comm.layers.data_parallel.sync import (
-    clip_grad_norm_,
-    prepare_ddp,
-    prepare_fsdp,
-    sum_replicated_gradients,
-    sync_gradients,
-)
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moe_comm.lazy import loads_on_use
+
+if TYPE_CHECKING:
+    from moe_comm.layers.data_parallel.attach import (
+        attach_experts,
+        expert_modules,
+        expert_parameters,
+        leave_gradients,
+        skip_gradient_checks,
+    )
+    from moe_comm.layers.data_parallel.expert_shard import ExpertShard, ExpertShards
+    from moe_comm.layers.data_parallel.state import (
+        load_optimizer_state_dict,
+        load_state_dict,
+        optimizer_state_dict,
+        state_dict,
+    )
+    from moe_comm.layers.data_parallel.sync import (
+        clip_grad_norm_,
+        prepare_ddp,
+        prepare_fsdp,
+        sum_replicated_gradients,
+        sync_gradients,
+    )
 
 __all__ = [
     "ExpertShard",
@@ -54,3 +61,25 @@ __all__ = [
     "sum_replicated_gradients",
     "sync_gradients",
 ]
+
+__getattr__ = loads_on_use(
+    __name__,
+    {
+        "ExpertShard": "moe_comm.layers.data_parallel.expert_shard",
+        "ExpertShards": "moe_comm.layers.data_parallel.expert_shard",
+        "attach_experts": "moe_comm.layers.data_parallel.attach",
+        "clip_grad_norm_": "moe_comm.layers.data_parallel.sync",
+        "expert_modules": "moe_comm.layers.data_parallel.attach",
+        "expert_parameters": "moe_comm.layers.data_parallel.attach",
+        "leave_gradients": "moe_comm.layers.data_parallel.attach",
+        "load_optimizer_state_dict": "moe_comm.layers.data_parallel.state",
+        "load_state_dict": "moe_comm.layers.data_parallel.state",
+        "optimizer_state_dict": "moe_comm.layers.data_parallel.state",
+        "prepare_ddp": "moe_comm.layers.data_parallel.sync",
+        "prepare_fsdp": "moe_comm.layers.data_parallel.sync",
+        "skip_gradient_checks": "moe_comm.layers.data_parallel.attach",
+        "state_dict": "moe_comm.layers.data_parallel.state",
+        "sum_replicated_gradients": "moe_comm.layers.data_parallel.sync",
+        "sync_gradients": "moe_comm.layers.data_parallel.sync",
+    },
+)

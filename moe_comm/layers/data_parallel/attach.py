@@ -28,10 +28,11 @@ def attach_experts(
             None if there is none.
         label: the layer's name, for error messages.
     """
-    setattr(experts, _ATTRIBUTE, ExpertGradients(shards, replicated, label))
+    gradients = ExpertGradients(shards, replicated, label)
+    setattr(experts, _ATTRIBUTE, gradients)
     for name in shards.shardings:
         mark_parameter(getattr(experts, name), shards, name)
-    experts.register_forward_pre_hook(_before_forward)
+    experts.register_forward_pre_hook(gradients.before_forward)
     experts.register_state_dict_post_hook(_after_state_dict)
     experts.register_load_state_dict_pre_hook(_before_load)
 
@@ -90,12 +91,6 @@ def leave_gradients(model: nn.Module) -> None:
     """Leave the gradients of ``model`` as backward delivers them, unchecked: the caller reduces them all by itself."""
     for _, _, gradients in expert_modules(model):
         gradients.left_to_caller = True
-
-
-def _before_forward(experts: nn.Module, args: Any) -> None:
-    gradients = gradients_of(experts)
-    if gradients is not None:
-        gradients.before_forward(experts)
 
 
 def _after_state_dict(experts: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

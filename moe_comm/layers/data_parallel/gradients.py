@@ -89,7 +89,7 @@ class ExpertGradients:
         """The ``DistributedDataParallel`` that reduces the other gradients; None if there is none."""
         return None if self._ddp is None else self._ddp()
 
-    def before_forward(self, experts: nn.Module) -> None:
+    def before_forward(self, experts: nn.Module, args: Any = None) -> None:
         """Find out who reduces gradients, and raise if that would reduce those of experts as replicated ones.
 
         Raises:

@@ -13,7 +13,7 @@ from moe_comm.errors import ConfigError
 from moe_comm.kernels.activations import Activation, activation_of
 from moe_comm.kernels.autocast import cast_parameter
 from moe_comm.kernels.expert_mlp import ExpertMLP
-from moe_comm.overlap.executors.grouped import run_mlp
+from moe_comm.overlap.executors.serial import run_mlp
 from moe_comm.topology import ExpertPlacement, Sharding, Split
 
 Compute = Callable[[Tensor, Sequence[int], ExpertMLP], Tensor]
@@ -167,11 +167,15 @@ class Experts(nn.Module):
 
     def mlp_for(self, rows: Tensor) -> ExpertMLP:
         """The parameters, in the dtype in which ``rows`` are computed."""
-        w13, w2 = cast_parameter(self.w13, rows), cast_parameter(self.w2, rows)
+        w13: Tensor = self.w13
+        w2: Tensor = self.w2
+        b13: Tensor | None = self.b13
+        b2: Tensor | None = self.b2
+        if torch.is_autocast_enabled(rows.device.type):
+            w13, w2 = cast_parameter(w13, rows), cast_parameter(w2, rows)
+            b13, b2 = (None if bias is None else cast_parameter(bias, rows) for bias in (b13, b2))
         if self.transposed:
             w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
-        b13 = None if self.b13 is None else cast_parameter(self.b13, rows)
-        b2 = None if self.b2 is None else cast_parameter(self.b2, rows)
         if b2 is not None and self.part.of > 1:
             before, width = self.part.index * b2.shape[1], b2.shape[1]
             b2 = F.pad(b2, (before, self.hidden - before - width))

@@ -32,22 +32,22 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.channel import Channel
 from moe_comm.dispatch import Dispatcher, DispatchOptions, Layout, Traffic, make_dispatcher
 from moe_comm.dispatch.capacity import Capacity, apply_capacity
-from moe_comm.dispatch.deferred import DeferredDispatcher
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.autocast import compute_dtype
-from moe_comm.layers.data_parallel import ExpertShards, attach_experts, prepare_ddp
-from moe_comm.layers.data_parallel.attach import gradients_of
+from moe_comm.layers.data_parallel.attach import attach_experts, gradients_of
+from moe_comm.layers.data_parallel.expert_shard import ExpertShards
+from moe_comm.layers.data_parallel.sync import prepare_ddp
 from moe_comm.layers.moe.config import MoEConfig, ZeroExperts
 from moe_comm.layers.moe.experts import Experts, Part
 from moe_comm.layers.moe.losses import attach_loss
 from moe_comm.layers.moe.router import Router, Routing, recomputing
 from moe_comm.layers.moe.shared import SharedExpert, split_zero_experts
 from moe_comm.layers.parallel.collectives import channel_of, gather_values, group_rank, group_size
-from moe_comm.layers.parallel.interleave import Steps, finish
+from moe_comm.layers.parallel.interleave import Steps
 from moe_comm.layers.parallel.module import ParallelModule
-from moe_comm.overlap.chunked import Overlap
-from moe_comm.overlap.degree import RunningChoice
-from moe_comm.overlap.executors.choice import dispatch_rows
+from moe_comm.overlap.executors.base import ExpertCall
+from moe_comm.overlap.executors.serial import serial_call
+from moe_comm.overlap.options import Overlap
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import EVENTS
 from moe_comm.topology import ExpertPlacement, Sharding
@@ -93,7 +93,12 @@ class MoECall:
 
     def result(self) -> Tensor:
         """[..] in the shape of the input: what ``MoELayer.forward`` returns."""
-        return finish(self._steps)
+        try:
+            next(self._steps)
+        except StopIteration as end:
+            y: Tensor = end.value
+            return y
+        raise RuntimeError("call compute before result")
 
 
 class MoELayer(ParallelModule):
@@ -152,6 +157,8 @@ class MoELayer(ParallelModule):
         overlap = self.overlap
         self.running: RunningChoice | None = None
         if overlap is not None and overlap.chunks == "adaptive":
+            from moe_comm.overlap.degree import RunningChoice  # the cost model
+
             self.running = RunningChoice(dispatcher.group)
         self.aux_scale: float | Tensor = 1.0
         self.num_dropped: Tensor | None = None
@@ -249,6 +256,8 @@ class MoELayer(ParallelModule):
             )
 
         if device is not None and torch.device(device).type == "meta":
+            from moe_comm.dispatch.deferred import DeferredDispatcher  # only on "meta"
+
             parts = ExpertPlacement.of(config.num_experts * etp, ranks, experts_per_rank)
             dispatcher: Dispatcher = DeferredDispatcher(parts, group, group_rank(group), options, make)
         else:
@@ -342,7 +351,9 @@ class MoELayer(ParallelModule):
             InputError, RoutingError, RankMismatch: on every rank, before rows move.
             PeerDied, PeerTimeout: a rank failed, or did not call in time.
         """
-        return finish(self._steps(x, routing, token_index))
+        call = MoECall(self._steps(x, routing, token_index))
+        call.compute()
+        return call.result()
 
     @torch._disable_dynamo
     def begin(self, x: Tensor, routing: Routing | None = None, token_index: Tensor | None = None) -> MoECall:
@@ -361,15 +372,15 @@ class MoELayer(ParallelModule):
         x_TD, routing = self._routed(x, routing, token_index)
         overlap, begun = self._overlap_now(x), time.perf_counter()
         ids_TK, weights_TK, identity_T1 = self._chosen(routing, token_index)
-        wide_TD, width, label = x_TD.to(compute_dtype(x_TD)), self.experts.ffn, self.label
-        call = dispatch_rows(self.dispatcher, wide_TD, ids_TK, weights_TK, overlap, width=width, label=label)
+        wide_TD = x_TD.to(compute_dtype(x_TD)) if torch.is_autocast_enabled(x_TD.device.type) else x_TD
+        call = self._dispatched(wide_TD, ids_TK, weights_TK, overlap)
         self._note(call.layout)
         if in_parts:
             call.complete()
         yield
         with call.abort_on_error():
             shared_TD = None if self.shared is None else self.shared(x_TD)
-            with EVENTS.span(Kind.COMPUTE, "experts", layer=label):
+            with EVENTS.span(Kind.COMPUTE, "experts", layer=self.label):
                 # Call the module, so that its hooks run: FSDP gathers the weights in one.
                 rows = self.experts(call.rows, call.layout.rows_per_expert, call.compute)
         yield
@@ -400,7 +411,7 @@ class MoELayer(ParallelModule):
         ids_TK, weights_TK = routing.ids_TK, routing.weights_TK
         num_experts, zero = self.num_experts, self.zero_experts
         identity_T1 = None
-        if zero.total:
+        if zero.identity or zero.zero:
             ids_TK, identity_T1 = split_zero_experts(ids_TK, weights_TK, num_experts, zero.identity)
         if self.capacity is not None:
             index_T = None if token_index is None else token_index.reshape(-1)
@@ -412,6 +423,15 @@ class MoELayer(ParallelModule):
         if self.sizes["etp"] > 1:
             ids_TK, weights_TK = self._to_parts(ids_TK, weights_TK)
         return ids_TK, weights_TK, identity_T1
+
+    def _dispatched(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, overlap: Overlap | None) -> ExpertCall:
+        if overlap is None:
+            return serial_call(self.dispatcher, x_TD, ids_TK, weights_TK, self.label)
+        from moe_comm.overlap.executors.choice import dispatch_rows  # all executors, which most layers do not need
+
+        return dispatch_rows(
+            self.dispatcher, x_TD, ids_TK, weights_TK, overlap, width=self.experts.ffn, label=self.label
+        )
 
     def _overlap_now(self, x: Tensor) -> Overlap | None:
         """``overlap``, in the number of chunks that this call tries."""

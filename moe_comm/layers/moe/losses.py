@@ -38,14 +38,6 @@ def attach_loss(y: Tensor, loss: Tensor, scale: float | Tensor = 1.0) -> Tensor:
     return _AttachLoss.apply(y, loss, scale)  # type: ignore[no-any-return]
 
 
-def expert_counts(ids_TK: Tensor, num_experts: int) -> Tensor:
-    """[E] int64: how many slots chose each expert; negative ids are not counted."""
-    shifted = ids_TK.detach().reshape(-1).clamp(min=-1).long() + 1
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids_TK.device)
-    counts.scatter_add_(0, shifted, torch.ones_like(shifted))
-    return counts[1:]
-
-
 def global_counts(
     counts_E: Tensor, num_tokens: int, num_sequences: int, group: ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor]:

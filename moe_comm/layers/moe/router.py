@@ -25,12 +25,10 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.dispatch import DROPPED, INVALID_LOGITS
 from moe_comm.errors import ConfigError, InputError
-from moe_comm.kernels.autocast import without_autocast
 from moe_comm.kernels.native import TRITON_DEVICES, for_triton
 from moe_comm.kernels.pointwise import sigmoid
 from moe_comm.kernels.row_invariant import row_invariant_linear
 from moe_comm.layers.moe.losses import (
-    expert_counts,
     global_counts,
     load_balance_loss,
     sequence_balance_loss,
@@ -112,6 +110,14 @@ class Routing(NamedTuple):
 def recomputing() -> bool:
     """Whether a backward pass is under way: what runs then is activation checkpointing's second forward pass."""
     return torch._C._current_graph_task_id() != -1
+
+
+def expert_counts(ids_TK: Tensor, num_experts: int) -> Tensor:
+    """[E] int64: how many slots chose each expert; negative ids are not counted."""
+    shifted = ids_TK.detach().reshape(-1).clamp(min=-1).long() + 1
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids_TK.device)
+    counts.scatter_add_(0, shifted, torch.ones_like(shifted))
+    return counts[1:]
 
 
 class Router(nn.Module):
@@ -198,21 +204,25 @@ class Router(nn.Module):
         """
         if x_TD.dim() != 2 or x_TD.shape[1] != self.hidden:
             raise InputError(f"router of hidden size {self.hidden} needs x [T, {self.hidden}]; got {tuple(x_TD.shape)}")
-        wide = torch.promote_types(x_TD.dtype, torch.float32)
-        with without_autocast(x_TD):
-            bias = None if self.bias is None else self.bias.to(wide)
-            wide_TD = x_TD if x_TD.dtype == wide else again(lambda x: x.to(wide), x_TD)
-            logits_TE = row_invariant_linear(wide_TD, self.weight.to(wide), bias)
-            on_device = logits_TE.device.type in TRITON_DEVICES and for_triton(logits_TE)
-            routed = self._route_at_once(logits_TE) if ids_TK is None and on_device else None
-            if routed is not None:
-                ids_TK, weights_TK, scores_TE = routed
-            else:
-                scores_TE = self._scores(logits_TE)
-                if ids_TK is None:
-                    ids_TK = self._choose(logits_TE.detach(), scores_TE.detach())
-                weights_TK = self._weights(logits_TE, scores_TE, ids_TK)
-            aux_loss = self._aux_loss(logits_TE, scores_TE, ids_TK, num_sequences)
+        device, wide = x_TD.device.type, torch.promote_types(x_TD.dtype, torch.float32)
+        if device != "meta" and torch.is_autocast_enabled(device):  # logits are fp32 in any case
+            with torch.autocast(device, enabled=False):
+                return self.forward(x_TD, num_sequences, ids_TK)
+        bias = None if self.bias is None else self.bias.to(wide)
+        wide_TD = x_TD if x_TD.dtype == wide else again(lambda x: x.to(wide), x_TD)
+        logits_TE = row_invariant_linear(wide_TD, self.weight.to(wide), bias)
+        on_device = device in TRITON_DEVICES and for_triton(logits_TE)
+        routed = self._route_at_once(logits_TE) if ids_TK is None and on_device else None
+        if routed is not None:
+            ids_TK, weights_TK, scores_TE = routed
+        else:
+            scores_TE = self._scores(logits_TE)
+            if ids_TK is None:
+                ids_TK = self._choose(logits_TE.detach(), scores_TE.detach())
+            weights_TK = self._weights(logits_TE, scores_TE, ids_TK)
+        c = self.config
+        losses = self.training and (c.balance_loss or c.z_loss)
+        aux_loss = self._aux_loss(logits_TE, scores_TE, ids_TK, num_sequences) if losses else None
         self._count(ids_TK)
         return Routing(ids_TK, weights_TK, logits_TE, aux_loss)
 
@@ -275,11 +285,8 @@ class Router(nn.Module):
                 weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
         return weights_TK if c.scale == 1.0 else weights_TK * c.scale
 
-    def _aux_loss(self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, num_sequences: int) -> Tensor | None:
-        c = self.config
-        if not (self.training and (c.balance_loss or c.z_loss)):
-            return None
-        tokens = ids_TK.shape[0]
+    def _aux_loss(self, logits_TE: Tensor, scores_TE: Tensor, ids_TK: Tensor, num_sequences: int) -> Tensor:
+        c, tokens = self.config, ids_TK.shape[0]
         own_E = expert_counts(ids_TK, c.num_experts)
         # A sequence that is spread over ranks is counted by the first of them.
         if self.sequence_group is None:

@@ -23,7 +23,7 @@ from moe_comm.layers.parallel.linear import (
 )
 from moe_comm.layers.parallel.module import ParallelModule
 from moe_comm.layers.parallel.recompute import again
-from moe_comm.overlap.chunked import Overlap
+from moe_comm.overlap.options import Overlap
 from moe_comm.topology import Sharding, Split
 
 

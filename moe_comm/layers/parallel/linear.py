@@ -40,9 +40,9 @@ from moe_comm.layers.parallel.collectives import (
 )
 from moe_comm.layers.parallel.module import ParallelModule
 from moe_comm.layers.parallel.recompute import again
-from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.gather_matmul import gather_matmul
 from moe_comm.overlap.matmul_scatter import matmul_scatter
+from moe_comm.overlap.options import Overlap
 from moe_comm.topology import Sharding, Split
 
 Cut = TypeVar("Cut", "ColumnParallelLinear", "RowParallelLinear")

@@ -11,15 +11,14 @@ from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher
 from moe_comm.dispatch.base import Dispatcher
 from moe_comm.errors import ConfigError, InputError
-from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.cost import CHUNKS, DIRECTIONS, MARGIN, Work, predict
 from moe_comm.overlap.executors.base import ExpertCall
 from moe_comm.overlap.executors.chunked_rows import ChunkedDispatch, sends_chunks
 from moe_comm.overlap.executors.device import DeviceCall, device_fault
 from moe_comm.overlap.executors.pipelined import PipelinedCall
-from moe_comm.overlap.executors.serial import SerialCall
+from moe_comm.overlap.executors.serial import SerialCall, serial_call
 from moe_comm.overlap.executors.shared_rows import SharedDispatch, can_pipeline
-from moe_comm.overlap.store import CHUNKED, TRITON
+from moe_comm.overlap.options import CHUNKED, TRITON, Overlap
 from moe_comm.overlap.tuning import choose, rates_of
 
 FIRST_PRODUCTS = 2
@@ -50,7 +49,7 @@ def dispatch_rows(
         PeerDied, PeerTimeout: a rank failed, or did not call in time.
     """
     if overlap is None or overlap.executor == "serial":
-        return SerialCall(dispatcher, dispatcher.dispatch(x_TD, ids_TK, label=label), weights_TK)
+        return serial_call(dispatcher, x_TD, ids_TK, weights_TK, label)
     device = overlap.executor == "device" or (overlap.executor == "auto" and overlap.backend == TRITON)
     named = overlap.executor == "pipelined"
     if device or named:
@@ -77,13 +76,13 @@ def dispatch_rows(
         return PipelinedCall(dispatch, dispatch.send, x_TD, weights_TK)
     if isinstance(dispatcher, SharedMemoryDispatcher) and can_pipeline(dispatcher):
         if overlap.chunks == "auto" and not named:
-            return SerialCall(dispatcher, dispatcher.dispatch(x_TD, ids_TK, label=label), weights_TK)
+            return serial_call(dispatcher, x_TD, ids_TK, weights_TK, label)
         _check_weights(dispatcher, x_TD, ids_TK, weights_TK, label)
         shared, send = SharedDispatch.open(dispatcher, x_TD, ids_TK, overlap, label=label)
         if shared.chunks == 1 and not named:
             return SerialCall(dispatcher, shared.dispatch_at_once(send, x_TD), weights_TK)
         return PipelinedCall(shared, lambda _: send, x_TD, weights_TK)
-    return SerialCall(dispatcher, dispatcher.dispatch(x_TD, ids_TK, label=label), weights_TK)
+    return serial_call(dispatcher, x_TD, ids_TK, weights_TK, label)
 
 
 def pipelined_fault(dispatcher: Dispatcher) -> ConfigError | None:

@@ -30,11 +30,10 @@ from moe_comm.dispatch.payload import bytes_per_row, pack, unpack
 from moe_comm.dispatch.sums import scale_, weighted_sum
 from moe_comm.dispatch.types import Dispatched, Layout
 from moe_comm.errors import ConfigError, MoeCommError
-from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.cost import DIRECTIONS, Work
 from moe_comm.overlap.crossing import Crossing, Parts, Piece, travelling_rows
 from moe_comm.overlap.executors.transport import RowDispatch, RowReturn, RowSend, SentGradients
-from moe_comm.overlap.store import CHUNKED, TRITON
+from moe_comm.overlap.options import CHUNKED, TRITON, Overlap
 from moe_comm.overlap.tuning import choose
 from moe_comm.runtime.events import EVENTS, Open
 from moe_comm.runtime.group_names import group_of

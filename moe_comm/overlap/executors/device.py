@@ -25,10 +25,10 @@ from moe_comm.errors import ConfigError, MissingDependency, MoeCommError
 from moe_comm.kernels.activations import SwiGLU
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.kernels.swiglu import swiglu
-from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.executors.base import ExpertCall
 from moe_comm.overlap.executors.chunked_rows import ChunkedDispatch
-from moe_comm.overlap.store import CHUNKED, TRITON, Choice
+from moe_comm.overlap.options import CHUNKED, TRITON, Overlap
+from moe_comm.overlap.store import Choice
 from moe_comm.overlap.tuning import choose, on_gpus
 
 

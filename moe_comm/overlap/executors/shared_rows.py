@@ -41,10 +41,10 @@ from moe_comm.dispatch.moved import put_layout, rows_moved
 from moe_comm.dispatch.payload import rounded
 from moe_comm.dispatch.types import Dispatched, Layout
 from moe_comm.errors import ConfigError, HeapError, MoeCommError
-from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.crossing import Parts, Piece, pieces_by_source, travelling_rows
 from moe_comm.overlap.executors.chunked_rows import COST
 from moe_comm.overlap.executors.transport import RowDispatch, RowReturn, RowSend, SentGradients
+from moe_comm.overlap.options import Overlap
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import moving
 

@@ -27,7 +27,7 @@ from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher, Routes
 from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.types import Layout
 from moe_comm.errors import ConfigError, InputError, MoeCommError
-from moe_comm.kernels.expert_mm import product_into
+from moe_comm.kernels.row_invariant import product_into
 from moe_comm.kernels.triton.interpreter import INTERPRETING
 from moe_comm.kernels.wanted import wanted_gradients
 from moe_comm.overlap.checks import combine_fault, weights_fault

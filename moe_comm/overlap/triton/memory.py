@@ -34,7 +34,7 @@ from moe_comm.errors import ConfigError, PeerError, PeerTimeout
 from moe_comm.gpu.blocks import ALIGN, Blocks, alone, mapped, symmetric, up
 from moe_comm.kernels.triton.device import INTERPRETED
 from moe_comm.overlap.triton.flags import CALL_SLOTS, FAULT_WORDS
-from moe_comm.runtime.shared import host_word
+from moe_comm.runtime.host import host_word
 
 SMALLEST = 1 << 14
 """Bytes of data a half has at least."""

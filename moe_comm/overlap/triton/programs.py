@@ -16,7 +16,7 @@ import triton.language as tl
 
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.triton.device import int64, multiply_add
-from moe_comm.overlap.tiles import at_least_one
+from moe_comm.overlap.options import at_least_one
 from moe_comm.overlap.triton.device import data_of, may_write_to, words_of
 from moe_comm.overlap.triton.flags import notify
 

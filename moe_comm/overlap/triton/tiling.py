@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from moe_comm.errors import ConfigError
-from moe_comm.overlap.tiles import at_least_one
+from moe_comm.overlap.options import at_least_one
 
 INTERPRETED_PROGRAMS = 4
 """They run one after another anyway."""

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from moe_comm.errors import HeapError
 from moe_comm.runtime.event_layout import LONG, RECORDS, region_bytes
 from moe_comm.runtime.events import start_ticks
-from moe_comm.runtime.shared import host_key
+from moe_comm.runtime.host import host_key
 
 PAGE = 4096
 NOTICE_BYTES = 1 << 20

@@ -240,7 +240,8 @@ def _how(view: View) -> str:
     if view.fate == "left":
         return f"it left {view.left_s:.1f} s ago, and others still wait for it"
     doing = f"in {view.doing[-1]}" if view.doing else "between operations"
-    if view.is_frozen:
+    # A watcher runs several times a second, and may have done so once more after the main thread's last sign.
+    if view.is_frozen or view.unbeaten_s >= view.patience_s / 2:
         return (
             f"none of its Python threads has run for {view.unbeaten_s:.1f} s (the interpreter's lock is held), {doing}"
         )

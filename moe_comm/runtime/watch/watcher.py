@@ -41,7 +41,7 @@ from moe_comm.runtime.event_layout import ACTIVE_AT, BEAT_AT, LONG
 from moe_comm.runtime.event_reader import read_spans
 from moe_comm.runtime.events import EVENTS
 from moe_comm.runtime.launch.agent import NOTICED
-from moe_comm.runtime.shared import native_is_built
+from moe_comm.runtime.memory import native_is_built
 from moe_comm.runtime.watch.board import Board, Phase, Texts, group_texts
 from moe_comm.runtime.watch.graph import View, analyse, cut_off
 from moe_comm.runtime.watch.hosts import HostBeats

@@ -15,7 +15,7 @@ from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import Transformer
 from moe_comm.layers.transformer.model_plan import ModelPlan
-from moe_comm.overlap.chunked import Overlap
+from moe_comm.overlap.options import Overlap
 from moe_comm.plan.model.shape import ModelShape
 from moe_comm.plan.pipeline.schedules import check_micro_batches
 from moe_comm.plan.pipeline.stages import StagePlan, plan_stages

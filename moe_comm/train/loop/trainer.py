@@ -26,8 +26,7 @@ from moe_comm.errors import CorruptPayload
 from moe_comm.layers.moe.load import moe_layers, update_biases
 from moe_comm.observe.records import FaultRecord
 from moe_comm.runtime.event_layout import Kind
-from moe_comm.runtime.events import EVENTS
-from moe_comm.runtime.meter import COMMUNICATION
+from moe_comm.runtime.events import COMMUNICATION, EVENTS
 from moe_comm.topology import FoldedMesh
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.hooks import StepHook

@@ -23,8 +23,7 @@ from moe_comm.layers.parallel.interleave import StageInput
 from moe_comm.plan.pipeline.schedules import check_micro_batches, find_schedule
 from moe_comm.plan.pipeline.stages import StagePlan
 from moe_comm.runtime.event_layout import Kind
-from moe_comm.runtime.events import EVENTS, moving
-from moe_comm.runtime.meter import COMMUNICATION
+from moe_comm.runtime.events import COMMUNICATION, EVENTS, moving
 from moe_comm.topology import FoldedMesh
 from moe_comm.train.pipeline.batch import Activations, MicroBatch, check_batches, device_of
 from moe_comm.train.pipeline.stage import AfterBackward, Stage, check_output
@@ -49,10 +48,10 @@ class Accumulation:
     Args:
         module: follows ``StageModule``.
         after_backward: called with it after each backward pass.
-        interleave: two micro-batches at a time, forward and backward (``layers/parallel/interleave.py``): what one waits
-            for travels while the other computes. A step takes an even number of them. Losses have the same bits; gradients
-            of parameters are those of the first two plus those of the next two and so on, so with one pair they have,
-            too.
+        interleave: two micro-batches at a time, forward and backward (``layers/parallel/interleave.py``): what one
+            waits for travels while the other computes. A step takes an even number. Losses have the same bits;
+            gradients of parameters are those of the first two plus those of the next two and so on, so with one pair
+            they have, too.
     """
 
     def __init__(

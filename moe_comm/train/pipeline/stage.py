@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 
 from moe_comm.errors import InputError
-from moe_comm.runtime.meter import COMMUNICATION
+from moe_comm.runtime.events import COMMUNICATION
 from moe_comm.train.pipeline.batch import MicroBatch
 from moe_comm.train.pipeline.transfers import ACTIVATIONS, GRADIENTS, Transfers, between
 

@@ -21,10 +21,10 @@ from moe_comm.overlap import dispatch_matmul as dispatching
 from moe_comm.overlap import gather_matmul as gathering
 from moe_comm.overlap import matmul_combine as combining
 from moe_comm.overlap import matmul_scatter as scattering
-from moe_comm.overlap.chunked import Overlap
 from moe_comm.overlap.executors import device
 from moe_comm.overlap.executors.choice import dispatch_rows
-from moe_comm.overlap.store import TRITON, Choice
+from moe_comm.overlap.options import TRITON, Overlap
+from moe_comm.overlap.store import Choice
 from moe_comm.overlap.ulysses import matmul_swap
 from moe_comm.topology import ExpertPlacement
 from tests.overlap.triton.common import interpreted, needs_triton

@@ -47,7 +47,7 @@ def into_a_sum(total: Any, a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
 
 @pytest.mark.parametrize("config", [MODEL, LATENT], ids=["gqa", "mla"])
 def test_every_product_of_a_real_model_is_counted(config: TransformerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_comm.kernels.expert_mm.FEW", 1)  # rows that experts are padded with are not its work
+    monkeypatch.setattr("moe_comm.kernels.row_invariant.FEW", 1)  # rows that experts are padded with are not its work
     model = Transformer(config)
     initialize(model, seed=0)
     ids = torch.randint(config.vocab, (2, 64), generator=torch.Generator().manual_seed(0))

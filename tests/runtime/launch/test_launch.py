@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -344,14 +345,17 @@ def test_forked_ranks_that_fail_are_started_again_and_named(tmp_path: Path) -> N
 @pytest.mark.parametrize(("how", "preload"), [("waits", ("torch",)), ("finishes", ("torch",)), ("finishes", ())])
 def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path, how: str, preload: tuple[str, ...]) -> None:
     """Forked ranks and others; also those that finish what they do first, and then have nobody to take the result."""
-    came, left = tmp_path / "came", tmp_path / "left"
+    came = tmp_path / "came"
     came.mkdir()
-    left.mkdir()
     code = (
         "from tests.runtime.launch.test_launch import launch, wait_until_told\n"
         f"launch(wait_until_told, ({str(came)!r}, {how!r}), 2, preload={preload!r})"
     )
-    with subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(left)}) as launcher:
+    # A path of its own, and short: the server that forks ranks has a socket there.
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as left,
+        subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"TMPDIR": left}) as launcher,
+    ):
         ends = time.monotonic() + 120
         while len(found := list(came.iterdir())) < 2 and time.monotonic() < ends:
             time.sleep(0.01)

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from moe_comm.overlap.chunked import Overlap
+from moe_comm.overlap.options import Overlap
 from moe_comm.train.loop import build
 from tests.pool import RankPool
 from tests.train.common import Trained, train, whole

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from moe_comm.errors import ConfigError
-from moe_comm.runtime.meter import COMMUNICATION
+from moe_comm.runtime.events import COMMUNICATION
 from moe_comm.topology import FoldedMesh, ParallelConfig, Sharding, deal
 from moe_comm.train.optim import OptimizerOptions
 from moe_comm.train.parallel import DataParallel, DataParallelOptions

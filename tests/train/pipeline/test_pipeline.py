@@ -11,8 +11,8 @@ from torch import nn
 
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.layers.parallel.shard import shardings_of
-from moe_comm.runtime import meter
-from moe_comm.runtime.meter import COMMUNICATION
+from moe_comm.runtime import events
+from moe_comm.runtime.events import COMMUNICATION
 from moe_comm.topology import FoldedMesh, ParallelConfig, Sharding
 from moe_comm.train.parallel import DataParallel, DataParallelOptions
 from moe_comm.train.pipeline import SCHEDULES, Accumulation
@@ -176,7 +176,7 @@ def timed(rank: int, world: int, schedule: str) -> float:
         loss = part.loss
         part.loss = lambda *args, loss=loss: (clock.computed(), loss(*args))[1]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meter, "time", clock)
+        patch.setattr(events, "time", clock)
         for asking in ("get_fwd_recv_ops", "get_bwd_recv_ops"):
             patch.setattr(Stage, asking, clock.moving(getattr(Stage, asking)))
         COMMUNICATION.take()

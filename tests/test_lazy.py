@@ -1,0 +1,34 @@
+"""Packages whose names load on first use."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+import moe_comm
+
+ROOT = Path(moe_comm.__file__).parent
+LAZY = [
+    ".".join(("moe_comm", *file.parent.relative_to(ROOT).parts))
+    for file in sorted(ROOT.rglob("__init__.py"))
+    if "loads_on_use(" in file.read_text()
+]
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_every_name_loads_and_none_is_that_of_a_module(name: str) -> None:
+    """A module of the same name would take the place of a function as soon as somebody imports it."""
+    package = importlib.import_module(name)
+    assert package.__file__ is not None
+    for public in package.__all__:
+        assert getattr(package, public) is not None
+    modules = {path.stem for path in Path(package.__file__).parent.iterdir()}
+    assert not modules & set(package.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    for name in LAZY:
+        with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+            getattr(importlib.import_module(name), "nothing")  # noqa: B009 - no attribute of the package
