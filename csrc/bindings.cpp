@@ -166,12 +166,8 @@ PYBIND11_MODULE(_C, m) {
                              [](const Layout& l) {
                                return py::bytes(reinterpret_cast<const char*>(l.counts.data()), l.counts.size() * 8);
                              })
-      .def("slots",
-           [](const Layout& l, int64_t first, int64_t last) {
-             if (first < 0 || last < first || last > static_cast<int64_t>(l.counts.size())) throw py::index_error();
-             return std::accumulate(l.counts.begin() + first, l.counts.begin() + last, int64_t{0});
-           })
-      .def_readonly("dropped", &Layout::dropped);
+      .def_readonly("dropped", &Layout::dropped)
+      .def_readonly("own", &Layout::own);
 
   py::class_<Arriving, std::shared_ptr<Arriving>>(m, "Arriving")
       .def("ready", &Arriving::ready)

@@ -64,11 +64,11 @@ class Layout:
     def counts(self) -> bytes:
         """[W, E] int64: slots that each rank has for each expert."""
 
-    def slots(self, first: int, last: int, /) -> int:
-        """Sum over a range of ``counts``."""
-
     @property
     def dropped(self) -> int: ...
+    @property
+    def own(self) -> int:
+        """Slots of this rank that stay on it."""
 
 class Transfer:
     """Dispatch, combine and their backward passes over one communicator; without one, all experts are here."""

@@ -121,6 +121,7 @@ Sent Transfer::start_send(Op op, Rows x, const int64_t* ids, Shape shape) {
 
   // This rank's block; peers may write there while this rank still computes places.
   for (int64_t e = expert_offsets_[my_rank]; e < expert_offsets_[my_rank + 1]; ++e) {
+    layout->own += count(rank(), e);
     layout->rows_per_expert.push_back(rows_of(e));
     layout->rows += layout->rows_per_expert.back();
   }

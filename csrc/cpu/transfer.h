@@ -28,6 +28,7 @@ struct Layout {
   const void* maker = nullptr;  // the Transfer that places refer to
   int64_t rows = 0;             // in this rank's block
   int64_t dropped = 0;          // of this rank's slots
+  int64_t own = 0;              // of these, those of its own experts
 };
 
 // A [rows, hidden] matrix whose rows are `stride` bytes apart.

@@ -72,7 +72,7 @@ class Plan {
   // Ends the turn of sum or spread.
   void done();
 
-  // Few rows; see peer_few.py.
+  // Few rows; see dispatch/peer_to_peer/few.py.
   void send_few(LlSendArgs args);
   void receive_few(int64_t parts, int64_t counts_at);
   void sum_few(int64_t blocks, const Tokens& t, const Rows& y, int64_t place_at, int64_t weights_at, int64_t offers_at);

@@ -22,6 +22,7 @@ from moe_comm import errors
 COLLECTIVE = "collective"
 OPS = ("dispatch", "combine", "combine backward", "dispatch backward", COLLECTIVE)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DTYPE_PLACES = {dtype: place for place, dtype in enumerate(DTYPES)}
 FAULTS: tuple[type[errors.MoeCommError], ...] = (
     errors.InputError,
     errors.RoutingError,
@@ -106,9 +107,9 @@ class GroupCalls:
                 self._last[ordinal] = max(self.last(ordinal), int(words[1]))
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)  # one is made for every operation: a frozen one takes longer to make
 class Header:
-    """What one rank is about to do.
+    """What one rank is about to do. Nothing changes it.
 
     fault: an error in its own input, found before data moves.
     of_call: call number of the dispatch whose rows these are; 0 for a dispatch itself.
@@ -137,7 +138,7 @@ class Header:
             OPS.index(self.op),
             self.seq,
             self.hidden,
-            DTYPES.index(self.dtype) if self.dtype in DTYPES else -1,
+            _DTYPE_PLACES.get(self.dtype, -1),
             self.top_k,
             self.num_experts,
             int(self.requires_grad),

@@ -42,6 +42,7 @@ from moe_comm.errors import (
 )
 from moe_comm.topology import ExpertPlacement
 
+ID_DTYPES = (torch.int64, torch.int32)
 MESSAGE_CHARS = 160
 """Of an exception's text, what other ranks are told: it travels in a header."""
 
@@ -122,7 +123,7 @@ class Dispatcher(ABC):
             CorruptPayload: on every rank, of the rows of an earlier dispatch, with ``DispatchOptions.checksums``.
         """
         header = self.dispatch_header(x_TD, ids_TK, label)
-        tokens_TD = x_TD.detach()
+        tokens_TD = x_TD.detach() if x_TD.requires_grad else x_TD
         with rows_moved(self, "dispatch", label) as span:
             carried_TD = _carried(self, tokens_TD, header) if self.rounds else tokens_TD
             rows_RD, layout = self._send(carried_TD, ids_TK, header)
@@ -160,7 +161,7 @@ class Dispatcher(ABC):
         grad = torch.is_grad_enabled() and (rows_RD.requires_grad or weights_TK.requires_grad)
         if grad:
             return _Combine.apply(rows_RD, weights_TK, self, layout)  # type: ignore[no-any-return]
-        return _combined(self, rows_RD.detach(), weights_TK.detach(), layout, False)[0]
+        return _combined(self, rows_RD, weights_TK, layout, False)[0]
 
     def empty_rows(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Uninitialised [num_rows, width] storage of the kind this backend reads and writes fastest."""
@@ -259,9 +260,11 @@ class Dispatcher(ABC):
             self.num_experts,
             requires_grad,
             layout.label,
-            of_call=layout.call,
-            ordinal=self._ordinal,
-            calls=self.calls,
+            None,
+            layout.call,
+            self._ordinal,
+            0,
+            self.calls,
         )
 
     def dispatch_header(self, x_TD: Tensor, ids_TK: Tensor, label: str) -> Header:
@@ -276,12 +279,13 @@ class Dispatcher(ABC):
             x_TD.dtype,
             ids_TK.shape[-1] if ids_TK.dim() else 0,
             self.num_experts,
-            torch.is_grad_enabled() and x_TD.requires_grad,
+            x_TD.requires_grad and torch.is_grad_enabled(),
             label,
             fault,
-            ordinal=self._ordinal,
-            maker=self.maker,
-            calls=self.calls,
+            0,
+            self._ordinal,
+            self.maker,
+            self.calls,
         )
 
     def _fault(self, x_TD: Tensor, ids_TK: Tensor) -> MoeCommError | None:
@@ -291,7 +295,7 @@ class Dispatcher(ABC):
             )
         if x_TD.dtype not in DTYPES:
             return InputError(f"rows must be float32, bfloat16, float16 or float64; got {x_TD.dtype}")
-        if ids_TK.dtype not in (torch.int64, torch.int32):
+        if ids_TK.dtype not in ID_DTYPES:
             return InputError(f"expert ids must be int64 or int32; got {ids_TK.dtype}")
         if x_TD.device != ids_TK.device:
             return InputError(f"x is on {x_TD.device} but the expert ids are on {ids_TK.device}")
@@ -372,9 +376,10 @@ class _Combine(torch.autograd.Function):
 def _combined(
     dispatcher: Dispatcher, rows_RD: Tensor, weights_TK: Tensor, layout: Layout, grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """The combined rows, without autograd; and the weights as they were multiplied."""
+    """The combined rows, where autograd is off or has nothing to do; and the weights as they were multiplied."""
     header = dispatcher.header("combine", layout, grad)
-    wide_TK = weights_TK.to(torch.promote_types(rows_RD.dtype, torch.float32))
+    wide = torch.float64 if rows_RD.dtype is torch.float64 else torch.float32
+    wide_TK = weights_TK if weights_TK.dtype is wide else weights_TK.to(wide)
     carried_RD = _carried(dispatcher, rows_RD, header) if dispatcher.rounds else rows_RD
     with rows_moved(dispatcher, header.op, layout.label, layout):
         return dispatcher._sum(carried_RD, wide_TK, layout, header), wide_TK
@@ -410,12 +415,12 @@ def _combine_fault(dispatcher: Dispatcher, rows_RD: Tensor, weights_TK: Tensor, 
         return InputError(
             f"this layout, of call {layout.call}, was made by another dispatcher; combine with the one that dispatched"
         )
-    if tuple(rows_RD.shape) != (layout.num_rows, layout.hidden) or rows_RD.dtype != layout.dtype:
+    if rows_RD.shape != (layout.num_rows, layout.hidden) or rows_RD.dtype != layout.dtype:
         return InputError(
             f"combine needs rows [{layout.num_rows}, {layout.hidden}] {layout.dtype}, as dispatch gave them; "
             f"got {tuple(rows_RD.shape)} {rows_RD.dtype}"
         )
-    if tuple(weights_TK.shape) != (layout.num_tokens, layout.top_k):
+    if weights_TK.shape != (layout.num_tokens, layout.top_k):
         return InputError(f"combine needs weights [{layout.num_tokens}, {layout.top_k}]; got {tuple(weights_TK.shape)}")
     if rows_RD.device != layout.device or weights_TK.device != layout.device:
         return InputError(

@@ -54,9 +54,9 @@ class DispatchOptions:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)  # one is made for every dispatch: a frozen one takes longer to make
 class Layout:
-    """Where one dispatch put the rows; ``combine`` and both backward passes need it.
+    """Where one dispatch put the rows; ``combine`` and both backward passes need it. Nothing changes it.
 
     rows_per_expert: rows of each local expert, in order of expert id; they stand one after another in rows_RD.
     num_dropped: slots of this rank's tokens with id -1.
@@ -79,7 +79,7 @@ class Layout:
     maker: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Dispatched:
     """``rows_RD``: the rows for this rank's experts, by (expert, source rank, token, slot)."""
 

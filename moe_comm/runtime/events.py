@@ -203,6 +203,13 @@ EVENTS: Final = Recorder()
 """This process's."""
 
 
+class _Entered(threading.local):
+    """How often a thread is inside of a meter, and since when."""
+
+    depth = 0
+    began = 0.0
+
+
 class Meter:
     """Seconds between entering and leaving, summed; what is nested counts once. Each thread enters for itself.
 
@@ -210,26 +217,27 @@ class Meter:
     """
 
     def __init__(self) -> None:
-        self._local = threading.local()
+        self._local = _Entered()
         self._lock = threading.Lock()
         self._seconds = 0.0
 
     def __enter__(self) -> None:
-        depth = getattr(self._local, "depth", 0)
-        if depth == 0:
-            self._local.began = time.perf_counter()
-        self._local.depth = depth + 1
+        local = self._local
+        if local.depth == 0:
+            local.began = time.perf_counter()
+        local.depth += 1
 
     def __exit__(self, *error: Any) -> None:
-        self._local.depth -= 1
-        if self._local.depth == 0:
+        local = self._local
+        local.depth -= 1
+        if local.depth == 0:
             with self._lock:
-                self._seconds += time.perf_counter() - self._local.began
+                self._seconds += time.perf_counter() - local.began
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Do not count until it ends, but for what enters anew meanwhile."""
-        depth = getattr(self._local, "depth", 0)
+        depth = self._local.depth
         if not depth:
             yield
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from moe_comm.errors import MissingDependency
 if TYPE_CHECKING:
     from moe_comm import _C
 
+from_capsule: Callable[[Any], Tensor] = getattr(torch._C, "_from_dlpack", torch.from_dlpack)
+"""A tensor of a DLPack capsule: what ``torch.from_dlpack`` ends in, after looking for what a capsule does not have."""
 Alloc = Callable[[int, int, torch.dtype, torch.device], Tensor]
 """(rows, width, dtype, device) to an uninitialised [rows, width] tensor; ``Dispatcher.empty_rows`` is one."""
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -57,7 +59,7 @@ def block(heap: _C.Heap, rows: int, width: int, dtype: torch.dtype) -> Tensor:
     """Uninitialised [rows, width] tensor in ``heap``; its memory goes back when the tensor dies, on any thread."""
     if rows == 0 or width == 0:
         return torch.empty(rows, width, dtype=dtype)
-    return torch.from_dlpack(heap.tensor(rows, width, DTYPE_CODES[dtype]))
+    return from_capsule(heap.tensor(rows, width, DTYPE_CODES[dtype]))
 
 
 WARM_BYTES = 128 << 10

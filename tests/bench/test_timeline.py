@@ -15,7 +15,7 @@ from moe_comm.bench.overlap.timeline_files import TRACKS, perfetto, picture
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.meeting import communicator_of
 from moe_comm.kernels import expert_mlp as user
-from moe_comm.kernels import expert_mm as kernel
+from moe_comm.kernels import row_invariant as kernel
 from tests.pool import RankPool
 
 

@@ -105,8 +105,8 @@ def test_what_would_wait_for_a_graph_that_is_being_captured_is_refused(monkeypat
     dispatcher = alone(NativeLauncher("host"))
     state = dispatcher.memory.turns
     before = state.turn
-    for module in ("dispatch.peer_steps", "dispatch.peer_to_peer"):
-        monkeypatch.setattr(f"moe_comm.{module}.capturing", lambda device: True)
+    for module in ("peer_to_peer.steps", "peer_to_peer.dispatcher"):
+        monkeypatch.setattr(f"moe_comm.dispatch.{module}.capturing", lambda device: True)
     with pytest.raises(ConfigError, match="use dispatch_fixed"):
         dispatcher.dispatch(X_TD, IDS_TK)
     with pytest.raises(ConfigError, match="once before"):

@@ -27,7 +27,7 @@ from moe_comm.bench.common.clock import LEAD_NS, sync_group
 from moe_comm.comm.channel import Channel
 from moe_comm.dispatch import payload, plain
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
-from moe_comm.kernels import expert_mm, row_invariant, wide
+from moe_comm.kernels import row_invariant, wide
 from moe_comm.kernels.activations import Activation, SwiGLU
 from moe_comm.overlap import chunked
 from moe_comm.overlap.executors import chunked_rows
@@ -124,7 +124,11 @@ def recording() -> Iterator[Recorder]:
                         if value is function:
                             put(module, attribute, changed)
         for kind, owner, attribute, name in _METHODS:
-            put(owner, attribute, recorder.timed(kind, name, owner.__dict__[attribute]))
+            whole = owner.__dict__[attribute]
+            if isinstance(whole, staticmethod):
+                put(owner, attribute, staticmethod(recorder.timed(kind, name, whole.__func__)))
+            else:
+                put(owner, attribute, recorder.timed(kind, name, whole))
         put(Channel, "_start", _watched(recorder, Channel._start))
         yield recorder
     finally:
@@ -207,7 +211,7 @@ _FUNCTIONS: Sequence[tuple[str, Callable[..., str] | None, Sequence[Callable[...
     (
         PRODUCT,
         _sizes,
-        (expert_mm.expert_mm, expert_mm.product_into, row_invariant.row_invariant_mm, chunked.exact_mm),
+        (row_invariant.expert_mm, row_invariant.product_into, row_invariant.row_invariant_mm, chunked.exact_mm),
     ),
     (
         ROWS,

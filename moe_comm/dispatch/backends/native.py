@@ -13,7 +13,7 @@ from moe_comm.comm.communicator import Communicator
 from moe_comm.comm.header import Header, failure, fault_word
 from moe_comm.dispatch.types import Layout
 from moe_comm.errors import MoeCommError, RoutingError, mark_known
-from moe_comm.runtime.memory import DTYPE_CODES, block, native, warm_rows
+from moe_comm.runtime.memory import DTYPE_CODES, block, from_capsule, native, warm_rows
 
 if TYPE_CHECKING:
     from moe_comm import _C
@@ -168,7 +168,7 @@ class NativeRows:
         except self.errors as error:
             raise self.explained(error, header) from None
         rows = native_layout.rows
-        rows_RD = torch.from_dlpack(capsule) if rows and hidden else x_TD.new_empty(rows, hidden)
+        rows_RD = from_capsule(capsule) if rows and hidden else x_TD.new_empty(rows, hidden)
         layout = Layout(
             num_tokens=tokens,
             top_k=header.top_k,
@@ -190,9 +190,10 @@ class NativeRows:
         if header.fault is not None:
             with self.start_send(x_TD, ids_TK, header) as arriving:
                 return arriving.rows_RD, arriving.layout
-        if x_TD.stride(1) != 1:
-            x_TD = x_TD.contiguous()
-        ids_TK = ids_TK.to(torch.int64).contiguous()
+        if not x_TD.is_contiguous():
+            x_TD = _dense(x_TD)
+        if ids_TK.dtype is not torch.int64 or not ids_TK.is_contiguous():
+            ids_TK = ids_TK.to(torch.int64).contiguous()
         (tokens, hidden), dtype = x_TD.shape, x_TD.dtype
         if self._comm is not None and self._comm.limit_s != self._timeout_s:
             self._comm.limit(self._timeout_s)
@@ -210,7 +211,7 @@ class NativeRows:
             )
         except self.errors as error:
             raise self.explained(error, header) from None
-        rows_RD = torch.from_dlpack(capsule) if rows and hidden else x_TD.new_empty(rows, hidden)
+        rows_RD = from_capsule(capsule) if rows and hidden else x_TD.new_empty(rows, hidden)
         return rows_RD, Layout(
             tokens,
             header.top_k,
@@ -248,9 +249,10 @@ class NativeRows:
 
     def sum(self, rows_RD: Tensor, weights_TK: Tensor | None, layout: Layout, header: Header) -> Tensor:
         """Combine; see ``Dispatcher._sum``. One native call."""
-        if rows_RD.stride(1) != 1:
-            rows_RD = rows_RD.contiguous()
-        weights_TK = None if weights_TK is None else weights_TK.contiguous()
+        if not rows_RD.is_contiguous():
+            rows_RD = _dense(rows_RD)
+        if weights_TK is not None and not weights_TK.is_contiguous():
+            weights_TK = weights_TK.contiguous()
         y_TD = warm_rows(layout.num_tokens, layout.hidden, layout.dtype, layout.device)
         if self._comm is not None and self._comm.limit_s != self._timeout_s:
             self._comm.limit(self._timeout_s)
@@ -294,18 +296,19 @@ class NativeRows:
         except self.errors as error:
             raise self.explained(error, header) from None
         some = layout.num_rows and layout.hidden
-        grad_RD = torch.from_dlpack(capsule) if some else grad_TD.new_empty(layout.num_rows, layout.hidden)
+        grad_RD = from_capsule(capsule) if some else grad_TD.new_empty(layout.num_rows, layout.hidden)
         return ArrivingRows(self, arriving, grad_RD, layout, capsule, rows), grad_TK
 
     def spread(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, layout: Layout, header: Header
     ) -> tuple[Tensor, Tensor | None]:
         """Combine backward; see ``Dispatcher._spread``. One native call."""
-        if grad_TD.stride(1) != 1:
-            grad_TD = grad_TD.contiguous()
-        if rows_RD is not None and rows_RD.stride(1) != 1:
-            rows_RD = rows_RD.contiguous()
-        weights_TK = weights_TK.contiguous()
+        if not grad_TD.is_contiguous():
+            grad_TD = _dense(grad_TD)
+        if rows_RD is not None and not rows_RD.is_contiguous():
+            rows_RD = _dense(rows_RD)
+        if not weights_TK.is_contiguous():
+            weights_TK = weights_TK.contiguous()
         grad_TK = None if rows_RD is None else torch.empty(layout.num_tokens, layout.top_k)
         if self._comm is not None and self._comm.limit_s != self._timeout_s:
             self._comm.limit(self._timeout_s)
@@ -325,7 +328,7 @@ class NativeRows:
         except BaseException as error:
             raise self._failed(error, header, rows_RD) from None
         some = layout.num_rows and layout.hidden
-        grad_RD = torch.from_dlpack(capsule) if some else grad_TD.new_empty(layout.num_rows, layout.hidden)
+        grad_RD = from_capsule(capsule) if some else grad_TD.new_empty(layout.num_rows, layout.hidden)
         return grad_RD, grad_TK
 
     def leave_behind(self, kept: object) -> None:

@@ -84,7 +84,7 @@ class PeerToPeerDispatcher(PeerSteps):
         return FixedDispatched(found.rows_RD, ends[0], found.layout)
 
     def low_latency_dispatch(self, x_TD: Tensor, ids_TK: Tensor, max_tokens: int, *, label: str = "") -> FewSent:
-        """Dispatch of at most ``max_tokens`` tokens a rank in one kernel, without backward; see ``peer_few``.
+        """Dispatch of at most ``max_tokens`` tokens a rank in one kernel, without backward; see ``few.py``.
 
         ``low_latency_combine`` must follow before anything else on this group's ``peer_to_peer``. The first call with
         another ``max_tokens``, width or dtype sets up places for it, which is collective. Ids out of range count as -1.

@@ -178,7 +178,7 @@ class PeerMemory:
         headers, experts = self.turns.headers, self.turns.shape.experts
         for words in headers:
             if not words[FAULT_WORD]:
-                words[-1] = 0  # no text: see ROOM_WORD of peer_steps.py
+                words[-1] = 0  # no text: see ROOM_WORD of steps.py
         for rank, words in enumerate(headers):
             if header.fault is None and words[FAULT_WORD] == BAD_IDS_WORD:
                 if rank == self.rank and ids_TK is not None:

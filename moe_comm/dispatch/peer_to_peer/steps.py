@@ -51,7 +51,7 @@ class PeerSteps(Dispatcher):
     Args:
         device: where rows are; CPU tensors only with ``PeerToPeerOptions(emulate=True)``.
         launcher: what runs the kernels; chosen for the device if not given.
-        blocks: this rank's, where all ranks are in this process and there is no group; see ``peer_virtual``.
+        blocks: this rank's, where all ranks are in this process and there is no group; see ``virtual.py``.
 
     Raises:
         ConfigError: a device that it is not for. MissingDependency: no kernels for it.
