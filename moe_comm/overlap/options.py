@@ -10,7 +10,6 @@ from moe_comm.errors import ConfigError
 CHUNKED, SHARED, TRITON = BACKENDS = ("chunked", "shared_memory", "triton")
 """What an operator can be run by."""
 DEFAULT_CHUNKS = 4
-Chosen = Literal["auto", "adaptive"]
 Backend = Literal["auto", "chunked", "triton"]
 ExecutorName = Literal["auto", "serial", "pipelined", "device"]
 _ALLOWED: dict[str, tuple[str, ...]] = {"auto": BACKENDS, "chunked": (CHUNKED,), "triton": (TRITON,)}
@@ -28,8 +27,7 @@ class Overlap:
 
     chunks: parts in which a rank's rows travel. 1: all at once, and one step after the other. "auto": as ``moe-comm
         tune`` measured on this machine, else as a cost model predicts from the group's own rates; every rank does as
-        the group's first, which tells the others when an operator of a shape is first called. "adaptive": an MoE layer
-        tries them while it runs, and keeps the fastest (``overlap.degree``); other layers, and GPUs, do as with "auto".
+        the group's first, which tells the others when an operator of a shape is first called.
     chunk_bytes: no smaller parts than this, and so fewer: each costs a round trip, which must be short beside it. Not
         for "auto", which knows what a round trip costs.
     deterministic: weight gradients have the same bits for every number of chunks: they are one product over all rows,
@@ -47,11 +45,11 @@ class Overlap:
     programs: of a Triton kernel, those that communicate; None: with chunks "auto" as tuned, else as it takes by itself.
 
     Raises:
-        ConfigError: chunks is neither a whole number of at least 1 nor "auto" or "adaptive", or backend or executor is
+        ConfigError: chunks is neither a whole number of at least 1 nor "auto", or backend or executor is
             not known.
     """
 
-    chunks: int | Chosen = DEFAULT_CHUNKS
+    chunks: int | Literal["auto"] = DEFAULT_CHUNKS
     chunk_bytes: int = 128 << 10
     deterministic: bool = True
     backend: Backend = "auto"
@@ -59,8 +57,8 @@ class Overlap:
     executor: ExecutorName = "auto"
 
     def __post_init__(self) -> None:
-        if self.chunks not in get_args(Chosen):
-            at_least_one("chunks", self.chunks)  # type: ignore[arg-type]
+        if self.chunks != "auto":
+            at_least_one("chunks", self.chunks)
         at_least_one("chunk_bytes", self.chunk_bytes)
         if self.programs is not None:
             at_least_one("programs", self.programs)

@@ -222,9 +222,8 @@ class ParallelSection(Section):
         a part ("fsdp").
     compress: gradients travel as bf16 and are summed in fp32.
     overlap_chunks: parts in which tokens travel behind the products of linear layers (with tp, or with cp and
-        "ulysses") and of experts; 0: before and after them. "auto" and
-        "adaptive": see ``moe_comm.overlap.chunked.Overlap``.
-    executor: of whole expert layers, with ``overlap_chunks``; see ``moe_comm.overlap.chunked.Overlap``.
+        "ulysses") and of experts; 0: before and after them. "auto": see ``moe_comm.overlap.options.Overlap``.
+    executor: of whole expert layers, with ``overlap_chunks``; see ``moe_comm.overlap.options.Overlap``.
     interleave: two micro-batches at a time, which take turns: the rows of one travel while the other computes. They
         travel with ``overlap_chunks``; not with a pipeline, FSDP or full recomputing.
     backend: dispatcher; see ``moe_comm.dispatch.BACKENDS``.
@@ -244,7 +243,7 @@ class ParallelSection(Section):
     stage_layers: list[int] | None = None
     sharding: Literal["replicate", "zero1", "fsdp"] = "replicate"
     compress: bool = False
-    overlap_chunks: NonNegativeInt | Literal["auto", "adaptive"] = 0
+    overlap_chunks: NonNegativeInt | Literal["auto"] = 0
     executor: Literal["auto", "serial", "pipelined", "device"] = "auto"
     interleave: bool = False
     backend: Literal["auto", "local", "shared_memory", "peer_to_peer", "all_to_all", "all_gather", "hierarchical"] = (

@@ -330,7 +330,7 @@ def test_a_rank_that_dies_is_an_error_on_the_others(when: str) -> None:
 def _module(rank: int, world: int, name: str) -> None:
     config = MODULES[name]
     results = []
-    for overlap in (None, Overlap(3, 1), Overlap("auto"), Overlap("adaptive", 1)):
+    for overlap in (None, Overlap(3, 1), Overlap("auto")):
         layer = MoELayer.build(
             config, dist.group.WORLD, "all_to_all", etp=2 if name == "parts" else 1, seed=5, overlap=overlap
         )
@@ -356,20 +356,3 @@ MODULES = {
 @pytest.mark.parametrize("name", MODULES)
 def test_a_layer_gives_the_same_bits_with_overlap_and_without(name: str, pool4: RankPool) -> None:
     pool4.run(_module, name)
-
-
-def _adaptive(rank: int, world: int, _: Any) -> tuple[list[Tensor], int | None]:
-    config = MoEConfig(D, F, RouterConfig(6, 2))
-    layer = MoELayer.build(config, dist.group.WORLD, "all_to_all", seed=5, overlap=Overlap("adaptive", 1))
-    assert layer.running is not None
-    x = draw(20 + rank, D, seed=rank)
-    with torch.no_grad():
-        found = [layer(x) for _ in range(25)]
-    return found, layer.running.settled
-
-
-def test_a_layer_settles_on_a_number_of_chunks_that_all_ranks_use(pool2: RankPool) -> None:
-    results = pool2.run(_adaptive, None)
-    assert len({settled for _, settled in results}) == 1
-    assert results[0][1] is not None
-    assert all(torch.equal(y, found[0]) for found, _ in results for y in found)

@@ -19,9 +19,8 @@ the dispatcher, a token goes to all parts of its experts, and combine adds their
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -128,7 +127,6 @@ class MoELayer(ParallelModule):
         num_dropped: slots that the capacity dropped in the last call, a scalar tensor; None without capacity.
         dropped_total: the same since ``take_loads``, counted in training and once under activation checkpointing.
         flow: where the slots of the last call went.
-        running: with ``Overlap("adaptive")``, what tries numbers of chunks and keeps the fastest.
         aux_scale: what the main loss is multiplied by before backward; the auxiliary losses get the same factor.
     """
 
@@ -154,12 +152,6 @@ class MoELayer(ParallelModule):
         self.capacity = capacity
         self.zero_experts = zero_experts or ZeroExperts()
         self.label, self.overlap = label, Overlap.of(overlap)
-        overlap = self.overlap
-        self.running: RunningChoice | None = None
-        if overlap is not None and overlap.chunks == "adaptive":
-            from moe_comm.overlap.degree import RunningChoice  # the cost model
-
-            self.running = RunningChoice(dispatcher.group)
         self.aux_scale: float | Tensor = 1.0
         self.num_dropped: Tensor | None = None
         self.flow: Flow | None = None
@@ -370,10 +362,9 @@ class MoELayer(ParallelModule):
     ) -> Steps[Tensor]:
         """One call. It gives way where other work can hide transfers: after dispatch, and after the experts."""
         x_TD, routing = self._routed(x, routing, token_index)
-        overlap, begun = self._overlap_now(x), time.perf_counter()
         ids_TK, weights_TK, identity_T1 = self._chosen(routing, token_index)
         wide_TD = x_TD.to(compute_dtype(x_TD)) if torch.is_autocast_enabled(x_TD.device.type) else x_TD
-        call = self._dispatched(wide_TD, ids_TK, weights_TK, overlap)
+        call = self._dispatched(wide_TD, ids_TK, weights_TK)
         self._note(call.layout)
         if in_parts:
             call.complete()
@@ -385,8 +376,6 @@ class MoELayer(ParallelModule):
                 rows = self.experts(call.rows, call.layout.rows_per_expert, call.compute)
         yield
         y_TD = call.combine(rows)
-        if self.running is not None and overlap is not None and not isinstance(overlap.chunks, str):
-            self.running.took(time.perf_counter() - begun, overlap.chunks)
         if identity_T1 is not None and self.zero_experts.identity:
             y_TD = (y_TD.to(identity_T1.dtype) + identity_T1 * x_TD.to(y_TD.dtype)).to(y_TD.dtype)
         if shared_TD is not None:
@@ -424,7 +413,8 @@ class MoELayer(ParallelModule):
             ids_TK, weights_TK = self._to_parts(ids_TK, weights_TK)
         return ids_TK, weights_TK, identity_T1
 
-    def _dispatched(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, overlap: Overlap | None) -> ExpertCall:
+    def _dispatched(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> ExpertCall:
+        overlap = self.overlap
         if overlap is None:
             return serial_call(self.dispatcher, x_TD, ids_TK, weights_TK, self.label)
         from moe_comm.overlap.executors.choice import dispatch_rows  # all executors, which most layers do not need
@@ -432,13 +422,6 @@ class MoELayer(ParallelModule):
         return dispatch_rows(
             self.dispatcher, x_TD, ids_TK, weights_TK, overlap, width=self.experts.ffn, label=self.label
         )
-
-    def _overlap_now(self, x: Tensor) -> Overlap | None:
-        """``overlap``, in the number of chunks that this call tries."""
-        # On a GPU the host's clock says nothing of how long a layer takes.
-        if self.running is None or self.overlap is None or x.device.type == "cuda":
-            return self.overlap
-        return replace(self.overlap, chunks=self.running.next(math.prod(x.shape[:-1])))
 
     def _copies_averaged(self) -> int:
         """Each rank's gradient has a part of that of an auxiliary loss over all ranks' tokens. Under DDP and FSDP2 the
@@ -450,8 +433,6 @@ class MoELayer(ParallelModule):
         """Take part in what the other ranks exchange before dispatch, where they hear of this rank's fault."""
         if routing is None:
             routing = self.router(x.new_zeros(0, self.router.hidden), x.shape[0] if x.dim() == 3 else 1)
-        if self.running is not None and x.device.type != "cuda":
-            self.running.next(0)
         if self.capacity is not None:
             index_T = None if token_index is None else token_index.reshape(-1)[:0]
             ids_TK, weights_TK = routing.ids_TK[:0], routing.weights_TK[:0]
