@@ -207,8 +207,8 @@ PYBIND11_MODULE(_C, m) {
                                    sent.layout->dropped);
            })
       .def("sum",
-           [](Transfer& t, const std::array<int64_t, kComparedWords>& compared, std::string label,
-              const Layout& layout, uintptr_t rows, int64_t rows_stride, uintptr_t weights, uintptr_t y) {
+           [](Transfer& t, const std::array<int64_t, kComparedWords>& compared, std::string label, const Layout& layout,
+              uintptr_t rows, int64_t rows_stride, uintptr_t weights, uintptr_t y) {
              const Op op = make_op(compared, std::move(label), 0, "");
              py::gil_scoped_release release;
              const std::shared_ptr<Leaving> leaving =
@@ -217,14 +217,14 @@ PYBIND11_MODULE(_C, m) {
              leaving->finish();
            })
       .def("spread",
-           [](Transfer& t, const std::array<int64_t, kComparedWords>& compared, std::string label,
-              const Layout& layout, uintptr_t g, int64_t g_stride, uintptr_t rows, int64_t rows_stride,
-              uintptr_t weights, bool weight_grads, uintptr_t grad_weights) {
+           [](Transfer& t, const std::array<int64_t, kComparedWords>& compared, std::string label, const Layout& layout,
+              uintptr_t g, int64_t g_stride, uintptr_t rows, int64_t rows_stride, uintptr_t weights, bool weight_grads,
+              uintptr_t grad_weights) {
              const Op op = make_op(compared, std::move(label), 0, "");
              const int64_t block = without_gil([&] {
-               const Spread spread = t.start_spread(op, layout, {pointer<char>(g), g_stride},
-                                                    {pointer<char>(rows), rows_stride}, pointer<float>(weights),
-                                                    weight_grads, pointer<float>(grad_weights));
+               const Spread spread =
+                   t.start_spread(op, layout, {pointer<char>(g), g_stride}, {pointer<char>(rows), rows_stride},
+                                  pointer<float>(weights), weight_grads, pointer<float>(grad_weights));
                spread.arriving->finish();
                return spread.block;
              });

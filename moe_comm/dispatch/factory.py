@@ -149,7 +149,7 @@ def _traffic(options: DispatchOptions) -> Traffic:
 def _local(placement: ExpertPlacement, group: ProcessGroup | None, options: DispatchOptions) -> Dispatcher:
     if not native_is_built():
         return LocalDispatcher(placement, group, 0, options)
-    from moe_comm.dispatch.backends.local_native import NativeLocalDispatcher
+    from moe_comm.dispatch.backends.local_native import NativeLocalDispatcher  # loads one backend
 
     return NativeLocalDispatcher(placement, group, 0, options)
 
@@ -170,22 +170,22 @@ def _build(
     device: torch.device | str | None,
 ) -> Dispatcher:
     if picked == "peer_to_peer":
-        from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
+        from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher  # loads one backend
 
         where = device if device is not None else "cpu" if options.peer_to_peer.emulate else "cuda"
         return PeerToPeerDispatcher(placement, group, rank, options, where)
     if picked == "shared_memory":
-        from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher
+        from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher  # loads one backend
 
         return SharedMemoryDispatcher(placement, group, rank, options)
     if picked == "hierarchical":
-        from moe_comm.dispatch.hierarchical.dispatcher import HierarchicalDispatcher
+        from moe_comm.dispatch.hierarchical.dispatcher import HierarchicalDispatcher  # loads one backend
 
         return HierarchicalDispatcher(placement, group, rank, options)
     if picked == "all_gather":
-        from moe_comm.dispatch.backends.all_gather import AllGatherDispatcher
+        from moe_comm.dispatch.backends.all_gather import AllGatherDispatcher  # loads one backend
 
         return AllGatherDispatcher(placement, group, rank, options)
-    from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
+    from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher  # loads one backend
 
     return AllToAllDispatcher(placement, group, rank, options)

@@ -212,7 +212,7 @@ def encode(rows_RD: Tensor, payload: Payload) -> Tensor:
         packed_RB[:, 2 * hidden :] = 0
         return packed_RB
     if rows_RD.dtype in _IN_TRITON and for_triton(rows_RD):
-        from moe_comm.kernels.triton.quantize import Scales, quantize
+        from moe_comm.kernels.triton.quantize import Scales, quantize  # needs Triton
 
         return quantize(rows_RD.contiguous(), Scales(payload.scales == "token", payload.power_of_two))
     first, last = _scale_bytes(hidden, payload)
@@ -252,7 +252,7 @@ def decode(packed_RB: Tensor, payload: Payload, hidden: int, dtype: torch.dtype)
     if payload.format == "bf16":
         return bytes_RB.view(torch.bfloat16)[:, :hidden].to(dtype)
     if dtype in _IN_TRITON and for_triton(bytes_RB):
-        from moe_comm.kernels.triton.quantize import Scales, dequantize
+        from moe_comm.kernels.triton.quantize import Scales, dequantize  # needs Triton
 
         return dequantize(bytes_RB, Scales(payload.scales == "token"), hidden, dtype)
     first, last = _scale_bytes(hidden, payload)

@@ -17,7 +17,7 @@ def take(rows_RX: Tensor, index_N: Tensor) -> Tensor:
     """[N, X] the rows at ``index_N``, int64, no autograd; of any dtype."""
     if rows_RX.dim() != 2 or not for_triton(rows_RX, index_N):
         return memory.take(rows_RX, index_N)
-    from moe_comm.kernels.triton.take_rows import take_rows
+    from moe_comm.kernels.triton.take_rows import take_rows  # needs Triton
 
     return take_rows(_dense(rows_RX), index_N.contiguous())
 
@@ -27,7 +27,7 @@ def weighted_sum(rows_RD: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -
     native = rows_RD.numel() and place_TK.numel() and rows_RD.dtype in DTYPE_CODES and rows_RD.is_contiguous()
     inputs = (rows_RD, place_TK) if weights_TK is None else (rows_RD, place_TK, weights_TK)
     if rows_RD.dtype in DTYPE_CODES and for_triton(*inputs):
-        from moe_comm.kernels.triton import weighted_sum as on_gpu
+        from moe_comm.kernels.triton import weighted_sum as on_gpu  # needs Triton
 
         wide_TK = None if weights_TK is None else weights_TK.to(torch.float32)
         return on_gpu.weighted_sum(_dense(rows_RD), place_TK.contiguous(), wide_TK)
@@ -60,7 +60,7 @@ def scale_(rows_RD: Tensor, weights_R: Tensor, partner_RD: Tensor | None = None)
     """
     inputs = (rows_RD, weights_R) if partner_RD is None else (rows_RD, weights_R, partner_RD)
     if rows_RD.dtype in DTYPE_CODES and weights_R.dtype == torch.float32 and for_triton(*inputs):
-        from moe_comm.kernels.triton.scale_rows import scale_rows_
+        from moe_comm.kernels.triton.scale_rows import scale_rows_  # needs Triton
 
         return scale_rows_(rows_RD, weights_R, None if partner_RD is None else _dense(partner_RD))
     dense = all(x.is_contiguous() for x in inputs) and rows_RD.dtype in DTYPE_CODES and rows_RD.numel()
@@ -87,7 +87,7 @@ def spread(
     """``plain.spread`` and, where the rows are given, ``plain.weight_grad``."""
     same = rows_RD is None or rows_RD.dtype in DTYPE_CODES
     if grad_TD.dtype in DTYPE_CODES and same and for_triton(grad_TD, place_TK, weights_TK, rows_RD):
-        from moe_comm.kernels.triton import scale_rows as on_gpu
+        from moe_comm.kernels.triton import scale_rows as on_gpu  # needs Triton
 
         rows_RD = None if rows_RD is None else _dense(rows_RD)
         wide_TK = weights_TK.to(torch.float32)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -215,17 +216,16 @@ def heap_bytes(rows: int, width: int, dtype: torch.dtype, blocks: int = 4) -> in
     return blocks * up(rows * width * dtype.itemsize)
 
 
-_known: dict[tuple[int, int], torch.cuda.Stream] = {}
-
-
 def current_stream(device: torch.device) -> torch.cuda.Stream:
     """Of a GPU with an index. ``torch.cuda.current_stream`` makes an object, which takes microseconds; this does once
     for each stream."""
-    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
-    stream = _known.get(key)
-    if stream is None:
-        stream = _known[key] = torch.cuda.current_stream(device)
-    return stream
+    return _stream_object(device.index, torch._C._cuda_getCurrentRawStream(device.index))
+
+
+@cache
+def _stream_object(index: int, raw_stream: int) -> torch.cuda.Stream:
+    """That of ``raw_stream``, which is the current one of this GPU."""
+    return torch.cuda.current_stream(index)
 
 
 def _stream(device: torch.device) -> Any:

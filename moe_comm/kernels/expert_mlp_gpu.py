@@ -47,7 +47,7 @@ def forward(mlp: ExpertMLP, rows_RD: Tensor, counts_E: Tensor, out_RD: Tensor) -
         rows_RD: [R, D], unit stride along D. counts_E: int64 rows of each expert, on the device. Rows beyond their sum
             are left as they are.
     """
-    from moe_comm.kernels.triton.grouped_mm import grouped_mm_into
+    from moe_comm.kernels.triton.grouped_mm import grouped_mm_into  # needs Triton
 
     w13_EGD, w2_EDF, _, _ = mlp.tensors
     assert w13_EGD is not None
@@ -74,7 +74,7 @@ def backward(
     Args:
         h_RG: of ``forward``; None: it is computed again.
     """
-    from moe_comm.kernels.triton.grouped_mm import grouped_mm_into, grouped_weight_grad_into
+    from moe_comm.kernels.triton.grouped_mm import grouped_mm_into, grouped_weight_grad_into  # needs Triton
 
     w13_EGD, w2_EDF, _, _ = mlp.tensors
     assert w13_EGD is not None

@@ -18,7 +18,7 @@ a comparison with plain torch takes "cuda" out."""
 def core() -> Any:
     """The native core, or None where it is not built; plain torch then runs instead."""
     try:
-        from moe_comm import _C
+        from moe_comm import _C  # may not be built
     except ImportError:
         return None
     return _C

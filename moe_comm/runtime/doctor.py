@@ -233,7 +233,7 @@ def _build_tools(notes: Notes) -> None:
 
 def _native_core(notes: Notes) -> Any:
     try:
-        from moe_comm import _C
+        from moe_comm import _C  # may not be built
     except ImportError as error:
         notes.data["native"] = None
         advice = "plain torch does its work, more slowly; build it: pip install ., or make build in a checkout"

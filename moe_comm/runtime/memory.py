@@ -29,7 +29,7 @@ def native() -> ModuleType:
         MissingDependency: it was not built.
     """
     try:
-        from moe_comm import _C
+        from moe_comm import _C  # may not be built
     except ImportError as error:
         raise MissingDependency(
             f"the native core moe_comm._C is not built ({error}); run `pip install -e .`"

@@ -61,8 +61,8 @@ def model_named(text: str) -> ModelShape:
 def _shape_of(path: str) -> ModelShape:
     """Of the model that a configuration of the trainer describes."""
     from moe_comm.train.architecture import transformer_config  # pydantic, of an optional extra
-    from moe_comm.train.config import load
-    from moe_comm.train.data.tokenizer import ByteTokenizer
+    from moe_comm.train.config import load  # pydantic
+    from moe_comm.train.data.tokenizer import ByteTokenizer  # of an optional extra
 
     config = load(path)
     section = config.model
@@ -202,7 +202,7 @@ def _model(question: Question) -> dict[str, object]:
 def _check_model(question: Question, section: object) -> None:
     """Raises ConfigError if ``section`` builds a model of another shape, or one that no tokenizer is for."""
     from moe_comm.train.architecture import transformer_config  # pydantic, of an optional extra
-    from moe_comm.train.data.tokenizer import ByteTokenizer
+    from moe_comm.train.data.tokenizer import ByteTokenizer  # of an optional extra
 
     shape = question.shape
     built = ModelShape.of(transformer_config(section, shape.vocab, question.load.seq_len))  # type: ignore[arg-type]

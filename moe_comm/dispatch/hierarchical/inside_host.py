@@ -70,7 +70,7 @@ class InsideHost:
             self._share(placement, own, local, plain_options)
 
     def _share(self, placement: ExpertPlacement, group: ProcessGroup, local: int, options: DispatchOptions) -> None:
-        from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher
+        from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher  # needs the native core
 
         try:
             self._shared = SharedMemoryDispatcher(placement, group, local, options)
@@ -149,7 +149,7 @@ class InsideHost:
 def _alone(placement: ExpertPlacement, options: DispatchOptions) -> Dispatcher:
     if not native_is_built():
         return LocalDispatcher(placement, None, 0, options)
-    from moe_comm.dispatch.backends.local_native import NativeLocalDispatcher
+    from moe_comm.dispatch.backends.local_native import NativeLocalDispatcher  # needs the native core
 
     return NativeLocalDispatcher(placement, None, 0, options)
 

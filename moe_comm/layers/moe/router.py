@@ -260,7 +260,7 @@ class Router(nn.Module):
 
         Without a loss that looks at the scores, the logits take their place.
         """
-        from moe_comm.kernels.triton.router import route, takes
+        from moe_comm.kernels.triton.router import route, takes  # needs Triton
 
         if not takes(logits_TE, self.config):
             return None

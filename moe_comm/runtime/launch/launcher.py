@@ -233,7 +233,7 @@ def init_ranks(device: str | None = None, timeout_s: float = 300.0) -> Iterator[
     import torch
     import torch.distributed as dist
 
-    from moe_comm.runtime.launch import attempt
+    from moe_comm.runtime.launch import attempt  # loads torch
 
     cpu_guard.apply()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -40,7 +40,7 @@ def architecture_of(config: TrainConfig, vocab: int | None) -> TransformerConfig
         ConfigError: the model has fewer rows than the tokenizer has ids, or settings contradict each other.
     """
     if config.model.pretrained is not None:
-        from moe_comm.integrations.hugging_face.architecture import from_hugging_face, read_config
+        from moe_comm.integrations.hugging_face.architecture import from_hugging_face, read_config  # needs transformers
 
         made = training_side(from_hugging_face(read_config(config.model.pretrained)), config.model)
     else:
@@ -184,8 +184,8 @@ def read_pretrained(stage: Transformer, folder: Path, mesh: FoldedMesh) -> None:
     Raises:
         ConfigError, InputError: the folder's weights are missing or of another model.
     """
-    from moe_comm.integrations.hugging_face.architecture import read_config
-    from moe_comm.integrations.hugging_face.weights import HubFolder, pieces, read_part
+    from moe_comm.integrations.hugging_face.architecture import read_config  # needs transformers
+    from moe_comm.integrations.hugging_face.weights import HubFolder, pieces, read_part  # needs transformers
 
     family = read_config(folder).model_type
     hub = HubFolder(folder)
