@@ -105,7 +105,9 @@ class Recorder(SpanRecorder):
         self._lock = threading.RLock()
         self._names[""] = NO_NAME
         self._names_end = HEADER_BYTES + 2
-        self._region(memoryview(mmap.mmap(-1, region_bytes(records))), records, 0)
+        # Private: a process that is forked from this one has a copy, and does not write into this one's.
+        private = mmap.mmap(-1, region_bytes(records), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._region(memoryview(private), records, 0)
 
     def attach(self, region: memoryview, rank: int, records: int = RECORDS) -> None:
         """Record into ``region`` from now on, as ``rank``; what was recorded before stays behind. Numbers of names and

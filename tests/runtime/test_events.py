@@ -324,3 +324,20 @@ def test_a_damaged_region_is_read_without_an_error(damage: list[tuple[int, bytes
     for at, data in damage:
         region[at : at + len(data)] = data[: len(region) - at]
     assert len(read_spans(region)) <= 8
+
+
+def test_a_forked_process_does_not_write_into_its_parents_region() -> None:
+    recorder = Recorder()
+    with recorder.span(Kind.MARK, "before"):
+        pass
+    before = bytes(recorder.region)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            recorder.name("a name of the child's own")
+            with recorder.span(Kind.MARK, "the child's"):
+                pass
+        finally:
+            os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert bytes(recorder.region) == before
