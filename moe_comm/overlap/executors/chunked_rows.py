@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 import torch
@@ -118,13 +118,10 @@ class ChunkedDispatch(RowDispatch):
         return dispatch
 
     def works(self, operator: str, width: int) -> tuple[Work, ...]:
-        """``operator`` beside a product of ``width`` columns, forward and backward; alike on every rank."""
+        """``operator`` with a product of ``width`` columns, forward and backward; the same on every rank."""
         layout, world = self.layout, self.dispatcher.world
-        mean, groups = int(self.routes.rows_WE.sum()) // world, -(-self.dispatcher.num_experts // world)
-        return tuple(
-            Work(operator, direction, mean, layout.hidden, width, layout.dtype, world, groups)
-            for direction in DIRECTIONS
-        )
+        rows, groups = int(self.routes.rows_WE.sum()) // world, -(-self.dispatcher.num_experts // world)
+        return _works(operator, rows, layout.hidden, width, layout.dtype, world, groups)
 
     def each_way(self, operator: str, width: int) -> tuple[ChunkedDispatch, ChunkedDispatch]:
         """This dispatch in the chunks of ``operator`` forward, and backward: those asked for, or with "auto" what is
@@ -361,6 +358,13 @@ class ChunkedReturn(RowReturn):
 
     def _unpacked(self, moved_SX: Tensor) -> Tensor:
         return unpack(moved_SX, self._payload, self.rows_RD.shape[1], self.rows_RD.dtype)
+
+
+@lru_cache(maxsize=1024)
+def _works(
+    operator: str, rows: int, hidden: int, width: int, dtype: torch.dtype, world: int, groups: int
+) -> tuple[Work, ...]:
+    return tuple(Work(operator, direction, rows, hidden, width, dtype, world, groups) for direction in DIRECTIONS)
 
 
 def _span(dispatch: ChunkedDispatch, header: Header) -> Open:
