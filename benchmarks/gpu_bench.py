@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_comm.bench.common import machine
-from moe_comm.dispatch import Dispatcher, DispatchOptions, Payloads, make_dispatcher
+from moe_comm.dispatch import Dispatcher, DispatchOptions, WireDtypes, make_dispatcher
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
 from moe_comm.dispatch.peer_to_peer.virtual import run_ranks, virtual_ranks
@@ -131,18 +131,18 @@ class Ours:
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor) -> tuple[Tensor, Any]:
         """Rows by expert, and the layout."""
         sent = self.dispatcher.dispatch(x_TD, ids_TK)
-        return sent.rows_RD, sent.layout
+        return sent.rows_RD, sent.handle
 
     def combine(self, rows_RD: Tensor, weights_TK: Tensor, layout: Any) -> Tensor:
         """[T, D]."""
         return self.dispatcher.combine(rows_RD, weights_TK, layout)
 
 
-def peer_to_peer(settings: Settings, tokens: int, payload: str = "same", heap: int = 0) -> Ours:
+def peer_to_peer(settings: Settings, tokens: int, wire_dtype: str = "same", heap: int = 0) -> Ours:
     """The dispatcher with a heap for ``tokens``, or of ``heap`` bytes."""
     heap = heap or heap_bytes(tokens * settings.top_k, settings.hidden, torch.bfloat16, blocks=3) + (1 << 20)
     options = DispatchOptions(
-        payloads=Payloads(dispatch=payload),  # type: ignore[arg-type]
+        wire_dtypes=WireDtypes(dispatch=wire_dtype),  # type: ignore[arg-type]
         peer_to_peer=PeerToPeerOptions(
             heap_bytes=heap,
             emulate=settings.device == "cpu",
@@ -304,7 +304,7 @@ def _one_of_many(
 
     def both() -> Tensor:
         sent = dispatcher.dispatch(x_TD, ids_TK)
-        return dispatcher.combine(sent.rows_RD, weights_TK, sent.layout)
+        return dispatcher.combine(sent.rows_RD, weights_TK, sent.handle)
 
     exact_TD = x_TD.double() * weights_TK.double().sum(1, keepdim=True)
     error = float((both().double() - exact_TD).abs().max())
@@ -363,12 +363,12 @@ def _host_us(once: Callable[[], Any], settings: Settings) -> dict[str, float]:
 
 def _exact(dispatcher: PeerToPeerDispatcher, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
     sent = dispatcher.dispatch(x_TD, ids_TK)
-    return dispatcher.combine(sent.rows_RD, weights_TK, sent.layout)
+    return dispatcher.combine(sent.rows_RD, weights_TK, sent.handle)
 
 
 def _fixed(dispatcher: PeerToPeerDispatcher, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
     sent = dispatcher.dispatch_fixed(x_TD, ids_TK)
-    return dispatcher.combine(sent.rows_CD, weights_TK, sent.layout)
+    return dispatcher.combine(sent.rows_CD, weights_TK, sent.handle)
 
 
 PARTS: dict[str, tuple[Callable[[Settings], list[dict[str, Any]]], dict[str, Any]]] = {

@@ -36,12 +36,12 @@ def work() -> str:
         # 2. Your experts, on rows that stand expert after expert.
         scale_R = torch.repeat_interleave(
             torch.tensor([expert + 1.0 for expert in dispatcher.local_experts]),
-            torch.tensor(sent.layout.rows_per_expert),
+            torch.tensor(sent.handle.rows_per_expert),
         )
         out_RD = sent.rows_RD * scale_R[:, None]
 
         # 3. Combine: each token's K results, weighted and summed, back on the rank that has the token.
-        y_TD = dispatcher.combine(out_RD, weights_TK, sent.layout)
+        y_TD = dispatcher.combine(out_RD, weights_TK, sent.handle)
 
         # Backward runs through both: autograd is built in.
         y_TD.sum().backward()
@@ -54,7 +54,7 @@ def work() -> str:
         seen = (
             f"rank {ranks.rank} ({dispatcher.name}) holds experts {list(dispatcher.local_experts)}\n"
             f"  tokens choose {ids_TK.tolist()}\n"
-            f"  rows per expert {list(sent.layout.rows_per_expert)}, from ranks {sources}\n"
+            f"  rows per expert {list(sent.handle.rows_per_expert)}, from ranks {sources}\n"
             f"  y[:, 0] {y_TD[:, 0].tolist()}, d loss / d weights {weights_TK.grad.tolist()}"
         )
         dispatcher.close()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from moe_comm import FoldedMesh, MoEConfig, ParallelConfig, RouterConfig, Transformer, TransformerConfig
+from moe_comm import MoEConfig, ParallelConfig, ParallelMesh, RouterConfig, Transformer, TransformerConfig
 from moe_comm.layers import AttentionConfig, ModelPlan, initialize, shardings_of
 from moe_comm.runtime.launch import init_ranks, launch
 
@@ -29,7 +29,7 @@ CONFIG = TransformerConfig(
 def work(mapping: ParallelConfig) -> list[str]:
     """What each rank does; returns what it has to say."""
     with init_ranks("cpu") as ranks:
-        mesh = FoldedMesh(mapping)
+        mesh = ParallelMesh(mapping)
         model = Transformer(CONFIG, ModelPlan.of(mesh))
         initialize(model, seed=0)
         shardings = shardings_of(model)

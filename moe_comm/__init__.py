@@ -9,6 +9,7 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from moe_comm.deprecated import loads_renamed
 from moe_comm.lazy import loads_on_use
 from moe_comm.runtime import cpu_guard
 
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
         state_dict,
         sync_gradients,
     )
-    from moe_comm.topology import FoldedMesh, ParallelConfig
+    from moe_comm.topology import ParallelConfig, ParallelMesh
 
     __version__: str
 
@@ -72,7 +73,7 @@ _HOME = {
     "sync_gradients": "moe_comm.layers.data_parallel",
     "Transformer": "moe_comm.layers.transformer.model",
     "TransformerConfig": "moe_comm.layers.transformer.config",
-    "FoldedMesh": "moe_comm.topology",
+    "ParallelMesh": "moe_comm.topology",
     "ParallelConfig": "moe_comm.topology",
 }
 
@@ -80,10 +81,10 @@ __all__ = [
     "DispatchOptions",
     "Dispatcher",
     "Experts",
-    "FoldedMesh",
     "MoEConfig",
     "MoELayer",
     "ParallelConfig",
+    "ParallelMesh",
     "Router",
     "RouterConfig",
     "Transformer",
@@ -116,7 +117,8 @@ if sys.modules.get("transformers") is not None:
     register()
 
 
-_load = loads_on_use(__name__, _HOME)
+_RENAMED = {"FoldedMesh": "ParallelMesh"}
+_load = loads_renamed(__name__, _RENAMED, loads_on_use(__name__, _HOME))
 
 
 def __getattr__(name: str) -> Any:

@@ -168,7 +168,7 @@ struct Report {
 // push: [chunks] blocks. Each slot's row to its place at the expert's owner; writes place_at. Raises arrived(e, rank)
 // at the owner of e once all of this rank's rows for e are there.
 //   A slot whose row is beyond the owner's room (offer word 4) gets place -1 and counts as overflow.
-//   format: Format; what arrives has dispatch/payload.py's values.
+//   format: Format; what arrives has dispatch/wire_dtype.py's values.
 //   relay: a token's row goes once to each rank; the owner's links (offer word 3) say where else it belongs there.
 #define MOE_P2P_PUSH(X)                                                                            \
   MOE_P2P_GROUP(X)                                                                                 \

@@ -134,7 +134,7 @@ MOE_BLOCK uint32_t narrow_e4m3x4(const float* f) {
 }
 
 // Scale of numbers whose largest magnitude has these bits: that / 448, at least 2^-126; NaN where it is none or
-// infinite. As dispatch/payload.py's scales_for.
+// infinite. As dispatch/wire_dtype.py's scales_for.
 MOE_BLOCK float scale_for(uint32_t most, bool power_of_two) {
   if (most >= 0x7f800000) return from_bits(0x7fc00000);
   uint32_t scale = to_bits(divided(from_bits(most), 448.0f));

@@ -1,7 +1,7 @@
 """Collectives of torch.distributed with a deadline, and its errors turned into ours.
 
 Tensors travel on the device the group's backend works on and come back on the one they came from: with gloo
-CUDA tensors go through host memory. Payloads travel as bytes, so the backend need not know their dtype.
+CUDA tensors go through host memory. WireDtypes travel as bytes, so the backend need not know their dtype.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LOST = re.compile("closed by peer|reset by peer|read error|broken pipe|pair clo
 
 
 @dataclass(frozen=True)
-class Coming:
+class PendingTensor:
     """A tensor on its way: calling it waits and gives the tensor; ``ready`` says whether it would not have to wait."""
 
     take: Callable[[], Tensor]
@@ -49,12 +49,12 @@ class Coming:
     def __call__(self) -> Tensor:
         return self.take()
 
-    def then(self, change: Callable[[Tensor], Tensor]) -> Coming:
+    def then(self, change: Callable[[Tensor], Tensor]) -> PendingTensor:
         """What ``change`` makes of it."""
-        return Coming(lambda: change(self.take()), self.ready)
+        return PendingTensor(lambda: change(self.take()), self.ready)
 
     @classmethod
-    def here(cls, tensor: Tensor) -> Coming:
+    def here(cls, tensor: Tensor) -> PendingTensor:
         """One that has arrived."""
         return cls(lambda: tensor, lambda: True)
 
@@ -93,11 +93,11 @@ class Channel:
         precision, or as well as it can be had. Gloo rounds a 16-bit float after every addition, and NCCL does."""
         return self.wire(x.device).type == "cuda" and x.dtype in (torch.float32, torch.float64)
 
-    def all_gather(self, tensor: Tensor, doing: str) -> Tensor:
+    def all_gather(self, tensor: Tensor, description: str) -> Tensor:
         """[W, *shape] of equal-sized tensors, on the device of ``tensor``."""
-        return self.start_all_gather(tensor, doing)()
+        return self.start_all_gather(tensor, description)()
 
-    def start_all_gather(self, tensor: Tensor, doing: str) -> Coming:
+    def start_all_gather(self, tensor: Tensor, description: str) -> PendingTensor:
         """Begin ``all_gather``. As with all that is started here, every rank starts the same on this group in the same
         order, and calls what it got in that order too."""
         sent = _as_bytes(tensor.to(self.wire(tensor.device)).contiguous())
@@ -105,23 +105,25 @@ class Channel:
         options = AllgatherOptions()
         options.timeout = self._backend_timeout()
         nbytes = (self.world - 1) * sent.nbytes
-        begun = self._start(lambda: self.comm.group._allgather_base(out, sent, options), sent.device, doing, nbytes)
+        begun = self._start(
+            lambda: self.comm.group._allgather_base(out, sent, options), sent.device, description, nbytes
+        )
         shape = (self.world, *tensor.shape)
         return begun.then(lambda: out.view(-1).view(tensor.dtype).view(shape).to(tensor.device))
 
-    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], doing: str) -> Tensor:
+    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int], description: str) -> Tensor:
         """Rows from every rank in order of rank; ``send`` and ``receive`` are rows per rank, checked beforehand."""
-        return self.start_all_to_all(rows, send, receive, doing)()
+        return self.start_all_to_all(rows, send, receive, description)()
 
     def start_all_to_all(
-        self, rows: Tensor, send: Sequence[int], receive: Sequence[int], doing: str, out: Tensor | None = None
-    ) -> Coming:
+        self, rows: Tensor, send: Sequence[int], receive: Sequence[int], description: str, out: Tensor | None = None
+    ) -> PendingTensor:
         """Begin ``all_to_all``, as ``start_all_gather`` does. out: dense, where what comes lands; of the result's shape
         and dtype, on the device of ``rows``."""
         shape = (sum(receive), *rows.shape[1:])
         width = rows[:1].numel() if rows.shape[0] else torch.Size(rows.shape[1:]).numel()
         if not width:  # on every rank
-            return Coming.here(rows.new_empty(shape) if out is None else out)
+            return PendingTensor.here(rows.new_empty(shape) if out is None else out)
         sent = as_dtype(torch.uint8, rows.to(self.wire(rows.device)).contiguous().view(rows.shape[0], width))
         home = out if out is not None and out.device == sent.device else None
         if home is not None:
@@ -133,7 +135,7 @@ class Channel:
         begun = self._start(
             lambda: self.comm.group.alltoall_base(landing, sent, list(receive), list(send), options),
             sent.device,
-            doing,
+            description,
             (sent.shape[0] - send[self.rank]) * sent.shape[1],
         )
 
@@ -145,7 +147,7 @@ class Channel:
 
         return begun.then(arrived)
 
-    def reduce_scatter(self, parts_WTD: Tensor, doing: str) -> Tensor:
+    def reduce_scatter(self, parts_WTD: Tensor, description: str) -> Tensor:
         """[T, D] sum over ranks of this rank's part, in the dtype of ``parts_WTD``."""
         sent = parts_WTD.to(self.wire(parts_WTD.device)).contiguous()
         out = torch.empty(sent.shape[1:], dtype=sent.dtype, device=sent.device)
@@ -154,21 +156,21 @@ class Channel:
         self._run(
             lambda: self.comm.group._reduce_scatter_base(out.view(-1), sent.view(-1), options),
             sent.device,
-            doing,
+            description,
             (self.world - 1) * out.nbytes,
         )
         return out.to(parts_WTD.device)
 
-    def all_reduce(self, tensor: Tensor, doing: str) -> Tensor:
+    def all_reduce(self, tensor: Tensor, description: str) -> Tensor:
         """Sum over ranks, in the dtype of ``tensor``."""
         out = tensor.to(self.wire(tensor.device)).contiguous().clone()
         options = AllreduceOptions()
         options.timeout = self._backend_timeout()
         nbytes = 2 * (self.world - 1) * out.nbytes // self.world
-        self._run(lambda: self.comm.group.allreduce([out], options), out.device, doing, nbytes)
+        self._run(lambda: self.comm.group.allreduce([out], options), out.device, description, nbytes)
         return out.to(tensor.device)
 
-    def rotate(self, tensor: Tensor, doing: str, step: int = 1) -> Coming:
+    def rotate(self, tensor: Tensor, description: str, step: int = 1) -> PendingTensor:
         """Start sending ``tensor`` ``step`` ranks on round the ring; what comes is from as many ranks before.
 
         All ranks' tensors are of one shape and dtype.
@@ -176,7 +178,7 @@ class Channel:
         sent = _as_bytes(tensor.to(self.wire(tensor.device)).contiguous())
         send = [sent.numel() if rank == (self.rank + step) % self.world else 0 for rank in range(self.world)]
         receive = [sent.numel() if rank == (self.rank - step) % self.world else 0 for rank in range(self.world)]
-        arrived = self.start_all_to_all(sent, send, receive, doing)
+        arrived = self.start_all_to_all(sent, send, receive, description)
         return arrived.then(lambda bytes_: bytes_.view(tensor.dtype).view(tensor.shape).to(tensor.device))
 
     def _backend_timeout(self) -> timedelta:
@@ -184,10 +186,10 @@ class Channel:
         # take that for a death.
         return timedelta(seconds=self.timeout_s + LINGER_S)
 
-    def _run(self, start: Callable[[], Work], device: torch.device, doing: str, nbytes: int) -> None:
-        self._start(start, device, doing, nbytes).wait()
+    def _run(self, start: Callable[[], Work], device: torch.device, description: str, nbytes: int) -> None:
+        self._start(start, device, description, nbytes).wait()
 
-    def _start(self, start: Callable[[], Work], device: torch.device, doing: str, nbytes: int) -> _Begun:
+    def _start(self, start: Callable[[], Work], device: torch.device, description: str, nbytes: int) -> _Begun:
         """The work that ``start`` begins, which sends ``nbytes`` to others. Waiting for it raises its errors, those of
         beginning it too."""
         self.comm.check()
@@ -198,13 +200,13 @@ class Channel:
             work = start()
         except RuntimeError as error:
             work = error
-        return _Begun(work, lambda: self._finish(work, device, doing, place, nbytes, started))
+        return _Begun(work, lambda: self._finish(work, device, description, place, nbytes, started))
 
     def _finish(
         self,
         work: Work | RuntimeError,
         device: torch.device,
-        doing: str,
+        description: str,
         place: int,
         nbytes: int,
         started: float,
@@ -215,7 +217,7 @@ class Channel:
         try:
             if isinstance(work, RuntimeError):
                 raise work
-            name, group = operation(doing), self.comm.span_group
+            name, group = operation(description), self.comm.span_group
             if device.type == "cuda":
                 with EVENTS.span(Kind.COLLECTIVE, name, group=group, nbytes=nbytes):
                     work.wait()  # orders streams; the backend's watchdog holds the deadline
@@ -223,17 +225,17 @@ class Channel:
                 with moving(Kind.COLLECTIVE, name, group=group, nbytes=nbytes) as span:
                     if begun - started > AT_ONCE_S:
                         span.put_device(round(started * 1e9), 0)
-                    self._wait(work, begun, doing, place)
+                    self._wait(work, begun, description, place)
         except MoeCommError:
             raise
         except RuntimeError as error:
-            found = self.peer_error(str(error), time.monotonic() - begun, doing, place)
+            found = self.peer_error(str(error), time.monotonic() - begun, description, place)
             if found is None:
                 raise
             self.comm.failed = found
             raise found from error
 
-    def _wait(self, work: Work, begun: float, doing: str, place: int) -> None:
+    def _wait(self, work: Work, begun: float, description: str, place: int) -> None:
         """Wait in slices: between them look whether a peer's process is gone, and say that we wait."""
         noted = False
         while True:
@@ -248,12 +250,12 @@ class Channel:
             if self.comm.peers is not None and self.comm.peers.ended():
                 raise RuntimeError("connection lost: a peer's process has ended")
             if self.comm.peers is not None and (text := self.comm.peers.gave_up()):
-                self.comm.failed = PeerError(f"rank {self.rank} in {doing}: {text}. This group is unusable.")
+                self.comm.failed = PeerError(f"rank {self.rank} in {description}: {text}. This group is unusable.")
                 raise self.comm.failed
             if left <= 0:
                 raise RuntimeError("timed out")
             if not noted and self.comm.peers is not None:
-                self.comm.peers.note(str(place), doing)
+                self.comm.peers.note(str(place), description)
                 noted = True
 
     def give_up(self, text: str) -> None:
@@ -264,24 +266,26 @@ class Channel:
             if self.comm.peers is not None:
                 self.comm.peers.give_up(text)
 
-    def peer_error(self, message: str, waited_s: float, doing: str, place: int | None = None) -> PeerError | None:
+    def peer_error(self, message: str, waited_s: float, description: str, place: int | None = None) -> PeerError | None:
         """Our error for the backend's ``message``; None if it is not about a peer."""
         timed_out, lost = _TIMED_OUT.search(message), _LOST.search(message)
         if not timed_out and not lost:
             return None
         if self.comm.peers is None:
             kind = PeerTimeout if timed_out else PeerDied
-            return kind(f"rank {self.rank} in {doing} after {waited_s:.1f} s: {message}")
+            return kind(f"rank {self.rank} in {description} after {waited_s:.1f} s: {message}")
         gone = self.comm.peers.ended()
         if gone:
             who = ", ".join(self.comm.peers.describe(rank) for rank in gone)
-            return PeerDied(f"rank {self.rank} in {doing}: lost {who}. Restart the ranks; this group is unusable.")
+            return PeerDied(
+                f"rank {self.rank} in {description}: lost {who}. Restart the ranks; this group is unusable."
+            )
         where = str(self.comm.places if place is None else place)
-        self.comm.peers.note(where, doing)
+        self.comm.peers.note(where, description)
         silent = self.comm.peers.silent(where)
         gone = self.comm.peers.ended()
         who = ", ".join(self.comm.peers.describe(rank) for rank in gone or silent) or "a peer that did not say"
-        text = f"rank {self.rank} in {doing}: waited {waited_s:.1f} s (timeout {self.timeout_s:g} s) for {who}"
+        text = f"rank {self.rank} in {description}: waited {waited_s:.1f} s (timeout {self.timeout_s:g} s) for {who}"
         if gone or not timed_out:
             return PeerDied(f"{text}; the connection was lost ({message}). This group is unusable.")
         return PeerTimeout(
@@ -297,17 +301,17 @@ class _Begun:
     work: Work | RuntimeError
     wait: Callable[[], None]
 
-    def then(self, result: Callable[[], Tensor]) -> Coming:
+    def then(self, result: Callable[[], Tensor]) -> PendingTensor:
         def take() -> Tensor:
             self.wait()
             return result()
 
-        return Coming(take, lambda: isinstance(self.work, RuntimeError) or self.work.is_completed())
+        return PendingTensor(take, lambda: isinstance(self.work, RuntimeError) or self.work.is_completed())
 
 
-def operation(doing: str) -> str:
+def operation(description: str) -> str:
     """What is being done, without the call's number and the tensor's shape: one of few names."""
-    return doing.partition(" of (")[0].partition(" (")[0]
+    return description.partition(" of (")[0].partition(" (")[0]
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -238,10 +238,10 @@ def _others(headers: Sequence[Words], rank: int) -> str:
     return ", ".join(others)
 
 
-def other_collective(rank: int, call: int, doing: str, others: str) -> errors.RankMismatch:
+def other_collective(rank: int, call: int, description: str, others: str) -> errors.RankMismatch:
     """The error of a rank in one collective whose peers are in another."""
     return errors.RankMismatch(
-        f"rank {rank} is in call {call}, {doing}, but {others}: "
+        f"rank {rank} is in call {call}, {description}, but {others}: "
         "ranks of a group must make the same calls in the same order with the same shapes"
     )
 

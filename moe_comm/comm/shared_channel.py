@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from moe_comm.comm.channel import Channel, Coming, operation
+from moe_comm.comm.channel import Channel, PendingTensor, operation
 from moe_comm.comm.header import COLLECTIVE, COLLECTIVES, Header, failure, fault_word, other_collective
 from moe_comm.comm.shared_heap import SharedHeap
 from moe_comm.errors import HeapError
@@ -59,7 +59,7 @@ class SharedChannel(Channel):
         """Let go of the shared memory."""
         self._shared = None
 
-    def compare(self, doing: str, x: Tensor) -> None:
+    def compare(self, description: str, x: Tensor) -> None:
         """Before a collective of ``x``, if ``checked``: raise ``RankMismatch`` on every rank unless all do this.
 
         Not where it goes through shared memory, which compares by itself.
@@ -67,37 +67,37 @@ class SharedChannel(Channel):
         if not self.checked or self._takes(x):
             return
         call = self.comm.calls.next(COLLECTIVES)
-        words = torch.tensor([call, zlib.crc32(doing.encode())])
-        told = self.all_gather(words.to(self.control_device), f"the check before {doing}").cpu()
+        words = torch.tensor([call, zlib.crc32(description.encode())])
+        told = self.all_gather(words.to(self.control_device), f"the check before {description}").cpu()
         odd = [rank for rank, row in enumerate(told.tolist()) if row != told[self.rank].tolist()]
         if odd:
-            raise other_collective(self.rank, call, doing, f"ranks {odd} are in another")
+            raise other_collective(self.rank, call, description, f"ranks {odd} are in another")
 
-    def agree(self, doing: str, x: Tensor) -> None:
+    def agree(self, description: str, x: Tensor) -> None:
         """As ``compare``, before transfers that never compare by themselves (``rotate``): through shared memory where
         there is some, else if ``checked``."""
         if self._takes(x):
-            self.all_gather(torch.zeros(1), doing)
+            self.all_gather(torch.zeros(1), description)
         else:
-            self.compare(doing, x)
+            self.compare(description, x)
 
     def sums(self, x: Tensor) -> bool:
         """As ``Channel.sums``; shared memory adds in fp32, in order of rank, and rounds once."""
         return self.adds(x) or super().sums(x)
 
-    def start_all_gather(self, tensor: Tensor, doing: str) -> Coming:
+    def start_all_gather(self, tensor: Tensor, description: str) -> PendingTensor:
         """As ``Channel.start_all_gather``. Through shared memory it is done at once: copying is work of this core."""
 
         def gather(offer: tuple[Any, ...], out: int) -> None:
             self._exchange.copy(*offer, 0, tensor.nbytes, out)
 
         shape, nbytes = (self.world, *tensor.shape), (self.world - 1) * tensor.nbytes
-        done = self._share(tensor, shape, gather, doing, nbytes) if self._takes(tensor) else None
-        return super().start_all_gather(tensor, doing) if done is None else Coming.here(done)
+        done = self._share(tensor, shape, gather, description, nbytes) if self._takes(tensor) else None
+        return super().start_all_gather(tensor, description) if done is None else PendingTensor.here(done)
 
     def start_all_to_all(
-        self, rows: Tensor, send: Sequence[int], receive: Sequence[int], doing: str, out: Tensor | None = None
-    ) -> Coming:
+        self, rows: Tensor, send: Sequence[int], receive: Sequence[int], description: str, out: Tensor | None = None
+    ) -> PendingTensor:
         """As ``Channel.start_all_to_all``; done at once too."""
 
         def swap(offer: tuple[Any, ...], at: int) -> None:
@@ -106,37 +106,37 @@ class SharedChannel(Channel):
 
         equal = len({*send, *receive}) == 1
         nbytes = rows.nbytes // self.world * (self.world - 1)
-        done = self._share(rows, rows.shape, swap, doing, nbytes) if equal and self._takes(rows) else None
+        done = self._share(rows, rows.shape, swap, description, nbytes) if equal and self._takes(rows) else None
         if done is None:
-            return super().start_all_to_all(rows, send, receive, doing, out)
-        return Coming.here(done if out is None else out.copy_(done))
+            return super().start_all_to_all(rows, send, receive, description, out)
+        return PendingTensor.here(done if out is None else out.copy_(done))
 
-    def reduce_scatter(self, parts_WTD: Tensor, doing: str) -> Tensor:
+    def reduce_scatter(self, parts_WTD: Tensor, description: str) -> Tensor:
         if not self.adds(parts_WTD):
-            return super().reduce_scatter(parts_WTD, doing)
+            return super().reduce_scatter(parts_WTD, description)
         shape = parts_WTD.shape[1:]
 
         def add(offer: tuple[Any, ...], out: int) -> None:
             count = shape.numel()
             self._exchange.sum(*offer, self.rank * count, count, DTYPE_CODES[parts_WTD.dtype], out)
 
-        done = self._share(parts_WTD, shape, add, doing, parts_WTD.nbytes // self.world * (self.world - 1))
+        done = self._share(parts_WTD, shape, add, description, parts_WTD.nbytes // self.world * (self.world - 1))
         if done is not None:
             return done
         ones = [1] * self.world  # with the bits that shared memory would have given
-        return added_in_order(Channel.start_all_to_all(self, parts_WTD, ones, ones, doing)())
+        return added_in_order(Channel.start_all_to_all(self, parts_WTD, ones, ones, description)())
 
-    def all_reduce(self, tensor: Tensor, doing: str) -> Tensor:
+    def all_reduce(self, tensor: Tensor, description: str) -> Tensor:
         if not self.adds(tensor):
-            return super().all_reduce(tensor, doing)
+            return super().all_reduce(tensor, description)
 
         def add(offer: tuple[Any, ...], out: int) -> None:
             self._exchange.sum(*offer, 0, tensor.numel(), DTYPE_CODES[tensor.dtype], out)
 
         whole = tensor.nbytes <= WHOLE_BYTES
         nbytes = (self.world - 1) * tensor.nbytes if whole else 2 * (self.world - 1) * tensor.nbytes // self.world
-        done = self._share(tensor, tensor.shape, add if whole else None, doing, nbytes)
-        return added_in_order(Channel.start_all_gather(self, tensor, doing)()) if done is None else done
+        done = self._share(tensor, tensor.shape, add if whole else None, description, nbytes)
+        return added_in_order(Channel.start_all_gather(self, tensor, description)()) if done is None else done
 
     def adds(self, x: Tensor) -> bool:
         """Whether tensors like ``x`` travel through shared memory and can be added up there; alike on every rank whose
@@ -144,13 +144,18 @@ class SharedChannel(Channel):
         return x.dtype in DTYPE_CODES and self._takes(x)
 
     def meet(
-        self, num_bytes: int, dtype: torch.dtype, doing: str, offer: Callable[[Heap], Tensor], body: Callable[[Any], T]
+        self,
+        num_bytes: int,
+        dtype: torch.dtype,
+        description: str,
+        offer: Callable[[Heap], Tensor],
+        body: Callable[[Any], T],
     ) -> T | None:
         """One operation in which peers come while this rank computes: ``body`` runs with the native core's
         ``Rendezvous``. Only where ``adds`` says so.
 
         Args:
-            num_bytes, dtype, doing: what ranks must agree on.
+            num_bytes, dtype, description: what ranks must agree on.
             offer: makes the block that this rank offers, with what can be read at once in it.
             body: must be able to run again in another way; asks for each peer, and keeps no peer's memory.
 
@@ -168,10 +173,10 @@ class SharedChannel(Channel):
             offered = offer(self._shared.heap)
         except HeapError as error:
             fault = error.with_traceback(None)
-        header, said = self._say(num_bytes, dtype, doing, offered, fault)
+        header, said = self._say(num_bytes, dtype, description, offered, fault)
         rendezvous = None
         try:
-            with moving(Kind.COLLECTIVE, operation(doing), group=self.comm.span_group, nbytes=num_bytes):
+            with moving(Kind.COLLECTIVE, operation(description), group=self.comm.span_group, nbytes=num_bytes):
                 rendezvous = self._core.Rendezvous(self._shared.communicator, self._threads, *said)
             result = body(rendezvous)
             with moving(Kind.COLLECTIVE, "the end of others"):
@@ -187,7 +192,7 @@ class SharedChannel(Channel):
     def _takes(self, x: Tensor) -> bool:
         return self._shared is not None and self.sharing and x.device.type == "cpu" and self.comm.failed is None
 
-    def _share(self, x: Tensor, shape: Sequence[int], run: Run | None, doing: str, nbytes: int) -> Tensor | None:
+    def _share(self, x: Tensor, shape: Sequence[int], run: Run | None, description: str, nbytes: int) -> Tensor | None:
         """[*shape] that ``run`` makes of the ranks' ``x``, or, without it, their sum, added up where it is offered.
         Others read ``nbytes`` of it.
 
@@ -200,9 +205,9 @@ class SharedChannel(Channel):
             offer, out = _offer(x, self._shared), _empty(shape, x.dtype)
         except HeapError as error:
             fault = error.with_traceback(None)  # which holds ``x``
-        header, said = self._say(x.nbytes, x.dtype, doing, offer, fault)
+        header, said = self._say(x.nbytes, x.dtype, description, offer, fault)
         try:
-            with moving(Kind.COLLECTIVE, operation(doing), group=self.comm.span_group, nbytes=nbytes):
+            with moving(Kind.COLLECTIVE, operation(description), group=self.comm.span_group, nbytes=nbytes):
                 if run is not None:
                     run(said, out.data_ptr())
                     return out
@@ -214,14 +219,21 @@ class SharedChannel(Channel):
             return None
 
     def _say(
-        self, num_bytes: int, dtype: torch.dtype, doing: str, offer: Tensor, fault: HeapError | None
+        self, num_bytes: int, dtype: torch.dtype, description: str, offer: Tensor, fault: HeapError | None
     ) -> tuple[Header, tuple[Any, ...]]:
         """The next call's header, and what all calls of the native core begin with."""
         assert self._shared is not None
         call = self.comm.calls.next(COLLECTIVES)
         self.comm.limit(self.timeout_s)
-        header = Header(COLLECTIVE, call, num_bytes, dtype, 0, 0, False, doing, fault, calls=self.comm.calls)
-        return header, (header.compared(), doing, fault_word(fault), str(fault or ""), offer.data_ptr(), offer.nbytes)
+        header = Header(COLLECTIVE, call, num_bytes, dtype, 0, 0, False, description, fault, calls=self.comm.calls)
+        return header, (
+            header.compared(),
+            description,
+            fault_word(fault),
+            str(fault or ""),
+            offer.data_ptr(),
+            offer.nbytes,
+        )
 
     def _no_room(self, error: Any, header: Header, instead: str) -> None:
         """Raise what made the handshake fail, but if a rank has no room: that only warns."""

@@ -28,10 +28,10 @@ from torch.utils.checkpoint import _StopRecomputationError  # no public name
 from moe_comm.comm.header import DTYPES, GroupCalls, Header
 from moe_comm.comm.meeting import communicator_of
 from moe_comm.dispatch.checksums import Damage, claim
+from moe_comm.dispatch.dispatch_spans import put_handle, rows_moved
 from moe_comm.dispatch.group_scales import rounded_in_groups
-from moe_comm.dispatch.moved import put_layout, rows_moved
-from moe_comm.dispatch.payload import AS_THEY_ARE, rounded
-from moe_comm.dispatch.types import DROPPED, Dispatched, DispatchOptions, Layout, routing_error
+from moe_comm.dispatch.types import DROPPED, Dispatched, DispatchHandle, DispatchOptions, routing_error
+from moe_comm.dispatch.wire_dtype import AS_THEY_ARE, rounded
 from moe_comm.errors import (
     InputError,
     MoeCommError,
@@ -75,7 +75,7 @@ class Dispatcher(ABC):
         self.rank = rank
         self.world = placement.world
         self.options = options or DispatchOptions()
-        self.rounds = not self.packs and self.options.payloads != AS_THEY_ARE
+        self.rounds = not self.packs and self.options.wire_dtypes != AS_THEY_ARE
         self.damage = Damage()
         self.calls = GroupCalls() if self.comm is None else self.comm.calls
         if self.comm is not None:
@@ -126,24 +126,24 @@ class Dispatcher(ABC):
         tokens_TD = x_TD.detach() if x_TD.requires_grad else x_TD
         with rows_moved(self, "dispatch", label) as span:
             carried_TD = _carried(self, tokens_TD, header) if self.rounds else tokens_TD
-            rows_RD, layout = self._send(carried_TD, ids_TK, header)
+            rows_RD, handle = self._send(carried_TD, ids_TK, header)
             if self.options.checksums:
                 claimed = claim(self, tokens_TD, ids_TK, header)
                 if claimed is not None:
                     claimed.check(rows_RD)
-            put_layout(span, self, layout)
+            put_handle(span, self, handle)
         if header.requires_grad:
-            rows_RD = _Dispatch.apply(x_TD, rows_RD, self, layout)
-        return Dispatched(rows_RD, layout)
+            rows_RD = _Dispatch.apply(x_TD, rows_RD, self, handle)
+        return Dispatched(rows_RD, handle)
 
-    def combine(self, rows_RD: Tensor, weights_TK: Tensor, layout: Layout) -> Tensor:
+    def combine(self, rows_RD: Tensor, weights_TK: Tensor, handle: DispatchHandle) -> Tensor:
         """Bring each token's K results back and sum them, weighted, in fp32 and in slot order.
 
         Args:
             rows_RD: [R, D] the experts' output, rows as ``dispatch`` gave them. Read in place by the peers if it
                 comes from ``empty_rows``, else copied there first.
             weights_TK: [T, K] routing weights.
-            layout: what ``dispatch`` returned.
+            handle: what ``dispatch`` returned.
 
         Returns:
             y_TD: [T, D] in the dtype of ``rows_RD``.
@@ -151,23 +151,23 @@ class Dispatcher(ABC):
         Raises:
             CorruptPayload: as ``dispatch``, if operations are checked.
         """
-        fault = _combine_fault(self, rows_RD, weights_TK, layout)
+        fault = _combine_fault(self, rows_RD, weights_TK, handle)
         if fault is not None:
             if self.handshakes:
                 # A handshake that holds the fault, so that every rank raises it; no backend's _send goes further.
-                header = replace(self.header("combine", layout, False), fault=fault)
+                header = replace(self.header("combine", handle, False), fault=fault)
                 self._send(rows_RD.detach(), weights_TK.detach(), header)
             raise fault
         grad = torch.is_grad_enabled() and (rows_RD.requires_grad or weights_TK.requires_grad)
         if grad:
-            return _Combine.apply(rows_RD, weights_TK, self, layout)  # type: ignore[no-any-return]
-        return _combined(self, rows_RD, weights_TK, layout, False)[0]
+            return _Combine.apply(rows_RD, weights_TK, self, handle)  # type: ignore[no-any-return]
+        return _combined(self, rows_RD, weights_TK, handle, False)[0]
 
     def empty_rows(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Uninitialised [num_rows, width] storage of the kind this backend reads and writes fastest."""
         return torch.empty(num_rows, width, dtype=dtype, device=device)
 
-    def own_rows(self, layout: Layout, leaving: int) -> int | None:
+    def own_rows(self, handle: DispatchHandle, leaving: int) -> int | None:
         """How many of the ``leaving`` rows of an operation are for this rank itself; None: rows go another way than
         straight from rank to rank, and what moves them counts them."""
         return None
@@ -249,19 +249,19 @@ class Dispatcher(ABC):
 
     # --- for the functions below and the backends ---
 
-    def header(self, op: str, layout: Layout, requires_grad: bool) -> Header:
-        """The next handshake for ``op`` on rows laid out by ``layout``."""
+    def header(self, op: str, handle: DispatchHandle, requires_grad: bool) -> Header:
+        """The next handshake for ``op`` on rows laid out by ``handle``."""
         return Header(
             op,
             self.calls.next(self._ordinal),
-            layout.hidden,
-            layout.dtype,
-            layout.top_k,
+            handle.hidden,
+            handle.dtype,
+            handle.top_k,
             self.num_experts,
             requires_grad,
-            layout.label,
+            handle.label,
             None,
-            layout.call,
+            handle.call,
             self._ordinal,
             0,
             self.calls,
@@ -313,14 +313,14 @@ class Dispatcher(ABC):
         return routing_error(ids_TK, self.num_experts)
 
     @abstractmethod
-    def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, Layout]: ...
+    def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, DispatchHandle]: ...
 
     @abstractmethod
-    def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, layout: Layout, header: Header) -> Tensor: ...
+    def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor: ...
 
     @abstractmethod
     def _spread(
-        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, layout: Layout, header: Header
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header
     ) -> tuple[Tensor, Tensor | None]:
         """``rows_RD`` None: the weights need no gradient."""
 
@@ -329,70 +329,72 @@ def _carried(dispatcher: Dispatcher, rows_RD: Tensor, header: Header) -> Tensor:
     """``rows_RD`` as the backend takes them: rounded already if it moves them in place. Gradients pass straight."""
     if header.fault is not None:
         return rows_RD
-    payload = dispatcher.options.payloads.of(header.op)
-    return rounded_in_groups(rows_RD, payload) if payload.scales == "group" else rounded(rows_RD, payload)
+    wire_dtype = dispatcher.options.wire_dtypes.of(header.op)
+    return rounded_in_groups(rows_RD, wire_dtype) if wire_dtype.scales == "group" else rounded(rows_RD, wire_dtype)
 
 
 class _Dispatch(torch.autograd.Function):
     """Rows that have been dispatched, as a function of the tokens."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, rows_RD: Tensor, dispatcher: Dispatcher, layout: Layout) -> Tensor:
-        ctx.dispatcher, ctx.layout = dispatcher, layout
+    def forward(ctx: Any, x_TD: Tensor, rows_RD: Tensor, dispatcher: Dispatcher, handle: DispatchHandle) -> Tensor:
+        ctx.dispatcher, ctx.handle = dispatcher, handle
         return rows_RD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
-        header = ctx.dispatcher.header("dispatch backward", ctx.layout, False)
+        header = ctx.dispatcher.header("dispatch backward", ctx.handle, False)
         if ctx.dispatcher.rounds:
             grad_RD = _carried(ctx.dispatcher, grad_RD, header)
-        with rows_moved(ctx.dispatcher, header.op, ctx.layout.label, ctx.layout):
-            return ctx.dispatcher._sum(grad_RD, None, ctx.layout, header), None, None, None
+        with rows_moved(ctx.dispatcher, header.op, ctx.handle.label, ctx.handle):
+            return ctx.dispatcher._sum(grad_RD, None, ctx.handle, header), None, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, weights_TK: Tensor, dispatcher: Dispatcher, layout: Layout) -> Tensor:
-        y_TD, wide_TK = _combined(dispatcher, rows_RD, weights_TK, layout, True)
+    def forward(
+        ctx: Any, rows_RD: Tensor, weights_TK: Tensor, dispatcher: Dispatcher, handle: DispatchHandle
+    ) -> Tensor:
+        y_TD, wide_TK = _combined(dispatcher, rows_RD, weights_TK, handle, True)
         # Peers read the saved rows again in backward, in place.
         ctx.save_for_backward(rows_RD, wide_TK)
-        ctx.dispatcher, ctx.layout, ctx.weights_dtype = dispatcher, layout, weights_TK.dtype
+        ctx.dispatcher, ctx.handle, ctx.weights_dtype = dispatcher, handle, weights_TK.dtype
         return y_TD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         rows_RD, weights_TK = ctx.saved_tensors
-        header = ctx.dispatcher.header("combine backward", ctx.layout, ctx.needs_input_grad[1])
+        header = ctx.dispatcher.header("combine backward", ctx.handle, ctx.needs_input_grad[1])
         rows = rows_RD if ctx.needs_input_grad[1] else None
         if ctx.dispatcher.rounds:
             grad_TD = _carried(ctx.dispatcher, grad_TD, header)
-        with rows_moved(ctx.dispatcher, header.op, ctx.layout.label, ctx.layout):
-            grad_rows_RD, grad_TK = ctx.dispatcher._spread(grad_TD, rows, weights_TK, ctx.layout, header)
+        with rows_moved(ctx.dispatcher, header.op, ctx.handle.label, ctx.handle):
+            grad_rows_RD, grad_TK = ctx.dispatcher._spread(grad_TD, rows, weights_TK, ctx.handle, header)
         return grad_rows_RD, None if grad_TK is None else grad_TK.to(ctx.weights_dtype), None, None
 
 
 def _combined(
-    dispatcher: Dispatcher, rows_RD: Tensor, weights_TK: Tensor, layout: Layout, grad: bool
+    dispatcher: Dispatcher, rows_RD: Tensor, weights_TK: Tensor, handle: DispatchHandle, grad: bool
 ) -> tuple[Tensor, Tensor]:
     """The combined rows, where autograd is off or has nothing to do; and the weights as they were multiplied."""
-    header = dispatcher.header("combine", layout, grad)
+    header = dispatcher.header("combine", handle, grad)
     wide = torch.float64 if rows_RD.dtype is torch.float64 else torch.float32
     wide_TK = weights_TK if weights_TK.dtype is wide else weights_TK.to(wide)
     carried_RD = _carried(dispatcher, rows_RD, header) if dispatcher.rounds else rows_RD
-    with rows_moved(dispatcher, header.op, layout.label, layout):
-        return dispatcher._sum(carried_RD, wide_TK, layout, header), wide_TK
+    with rows_moved(dispatcher, header.op, handle.label, handle):
+        return dispatcher._sum(carried_RD, wide_TK, handle, header), wide_TK
 
 
-def joined(dispatcher: Dispatcher, x_TD: Tensor, rows_RD: Tensor, layout: Layout) -> Dispatched:
+def joined(dispatcher: Dispatcher, x_TD: Tensor, rows_RD: Tensor, handle: DispatchHandle) -> Dispatched:
     """The dispatch of ``x_TD`` that gave ``rows_RD``, differentiable: its backward pass is a combine."""
     if torch.is_grad_enabled() and x_TD.requires_grad:
-        rows_RD = _Dispatch.apply(x_TD, rows_RD, dispatcher, layout)
-    return Dispatched(rows_RD, layout)
+        rows_RD = _Dispatch.apply(x_TD, rows_RD, dispatcher, handle)
+    return Dispatched(rows_RD, handle)
 
 
-Send = Callable[[Tensor], tuple[Tensor, Layout]]
+Send = Callable[[Tensor], tuple[Tensor, DispatchHandle]]
 """Tokens to the rows of this rank's experts, without autograd."""
 
 
@@ -405,26 +407,28 @@ def dispatch_by(
         label: name of the layer. counted: whether its span is a call of the group; False where the call has its own.
     """
     with rows_moved(dispatcher, "dispatch", label, counted=counted) as span:
-        rows_RD, layout = send(x_TD.detach())
-        put_layout(span, dispatcher, layout)
-    return joined(dispatcher, x_TD, rows_RD, layout)
+        rows_RD, handle = send(x_TD.detach())
+        put_handle(span, dispatcher, handle)
+    return joined(dispatcher, x_TD, rows_RD, handle)
 
 
-def _combine_fault(dispatcher: Dispatcher, rows_RD: Tensor, weights_TK: Tensor, layout: Layout) -> MoeCommError | None:
-    if layout.maker != dispatcher.maker:
+def _combine_fault(
+    dispatcher: Dispatcher, rows_RD: Tensor, weights_TK: Tensor, handle: DispatchHandle
+) -> MoeCommError | None:
+    if handle.maker != dispatcher.maker:
         return InputError(
-            f"this layout, of call {layout.call}, was made by another dispatcher; combine with the one that dispatched"
+            f"this layout, of call {handle.call}, was made by another dispatcher; combine with the one that dispatched"
         )
-    if rows_RD.shape != (layout.num_rows, layout.hidden) or rows_RD.dtype != layout.dtype:
+    if rows_RD.shape != (handle.num_rows, handle.hidden) or rows_RD.dtype != handle.dtype:
         return InputError(
-            f"combine needs rows [{layout.num_rows}, {layout.hidden}] {layout.dtype}, as dispatch gave them; "
+            f"combine needs rows [{handle.num_rows}, {handle.hidden}] {handle.dtype}, as dispatch gave them; "
             f"got {tuple(rows_RD.shape)} {rows_RD.dtype}"
         )
-    if weights_TK.shape != (layout.num_tokens, layout.top_k):
-        return InputError(f"combine needs weights [{layout.num_tokens}, {layout.top_k}]; got {tuple(weights_TK.shape)}")
-    if rows_RD.device != layout.device or weights_TK.device != layout.device:
+    if weights_TK.shape != (handle.num_tokens, handle.top_k):
+        return InputError(f"combine needs weights [{handle.num_tokens}, {handle.top_k}]; got {tuple(weights_TK.shape)}")
+    if rows_RD.device != handle.device or weights_TK.device != handle.device:
         return InputError(
-            f"combine needs rows and weights on {layout.device}, where dispatch was called; "
+            f"combine needs rows and weights on {handle.device}, where dispatch was called; "
             f"got rows on {rows_RD.device} and weights on {weights_TK.device}"
         )
     # Without a handshake the others would not hear of it: it waits for the next dispatch.

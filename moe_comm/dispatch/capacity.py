@@ -145,17 +145,17 @@ def _over_anywhere(
     fault: InputError | None,
 ) -> Tensor:
     """[T, K] bool: this rank's slots over the limits of all ranks' tokens together."""
-    doing = "deciding drops over the whole batch"
+    description = "deciding drops over the whole batch"
     shape = (0, 0) if fault is not None else tuple(ids_TK.shape)
     told = torch.tensor([*shape, token_index_T is not None, fault is not None], device=ids_TK.device)
-    sizes, widths, indexed, faults = channel.all_gather(told, doing).T.tolist()
+    sizes, widths, indexed, faults = channel.all_gather(told, description).T.tolist()
     if fault is not None:
         raise fault
     if any(faults):
         raise InputError(f"rank {faults.index(1)} gave ids, weights or a token index that do not fit; see its error")
     for name, given in (("top-k", widths), ("having a token index", indexed)):
         if len(set(given)) > 1:
-            raise RankMismatch(f"ranks disagree on {name} in {doing}: {given} by rank")
+            raise RankMismatch(f"ranks disagree on {name} in {description}: {given} by rank")
 
     tokens, top_k = ids_TK.shape
     weighted = capacity.policy == "probability"
@@ -166,7 +166,7 @@ def _over_anywhere(
     sent[:tokens, 1 : 1 + top_k] = ids_TK
     if weighted:
         sent[:tokens, 1 + top_k :] = weights_TK.detach().double().contiguous().view(torch.int64)
-    gathered = channel.all_gather(sent, doing)
+    gathered = channel.all_gather(sent, description)
     rows = torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)])
 
     order = torch.sort(rows[:, 0], stable=True).indices

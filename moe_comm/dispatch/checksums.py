@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.comm.meeting import channel_of
-from moe_comm.dispatch.payload import rounded
+from moe_comm.dispatch.wire_dtype import rounded
 from moe_comm.errors import CorruptPayload
 from moe_comm.runtime.memory import as_dtype
 
@@ -56,11 +56,11 @@ class Damage:
     count_only: bool = False
     _found: list[tuple[Tensor, range, str]] = field(default_factory=list)
 
-    def note(self, bad_EW: Tensor, experts: range, doing: str) -> None:
+    def note(self, bad_EW: Tensor, experts: range, description: str) -> None:
         """bad_EW: bool, which blocks of this rank's ``experts`` from which rank differ."""
         # On other devices asking would wait for them: later.
         if bad_EW.device.type != "cpu" or bool(bad_EW.any()):
-            self._found.append((bad_EW, experts, doing))
+            self._found.append((bad_EW, experts, description))
 
     def take(self) -> int:
         """Blocks of rows that were damaged."""
@@ -72,12 +72,12 @@ class Damage:
         if self.count_only:
             return None
         found, self._found = self._found, []
-        for bad_EW, experts, doing in found:
+        for bad_EW, experts, description in found:
             bad = bad_EW.nonzero().tolist()
             if bad:
                 expert, source = bad[0]
                 return CorruptPayload(
-                    f"rows of expert {experts[expert]} from rank {source} are not those that it sent, in {doing}; "
+                    f"rows of expert {experts[expert]} from rank {source} are not those that it sent, in {description}; "
                     f"{len(bad)} of {bad_EW.numel()} blocks differ. Run the step again; if it comes again, suspect the "
                     "memory or the network of these two ranks"
                 )
@@ -95,7 +95,7 @@ class Claim:
     narrowed: bool
     experts: range
     damage: Damage
-    doing: str
+    description: str
 
     def check(self, rows_RD: Tensor) -> None:
         """Compare with what stands here, rows as dispatch gives them, and note what differs."""
@@ -105,7 +105,7 @@ class Claim:
         sums_R = row_sums(_without_nan(rows_RD, self.narrowed))
         running = torch.cat((sums_R.new_zeros(1), sums_R.cumsum(0)))
         found_EW = (running[ends] - running[ends - counts]).view(told_2EW.shape[1:])
-        self.damage.note(found_EW != told_2EW[1], self.experts, self.doing)
+        self.damage.note(found_EW != told_2EW[1], self.experts, self.description)
 
 
 def claim(dispatcher: Dispatcher, x_TD: Tensor, ids_TK: Tensor, header: Header) -> Claim | None:
@@ -119,9 +119,9 @@ def claim(dispatcher: Dispatcher, x_TD: Tensor, ids_TK: Tensor, header: Header) 
     """
     if not dispatcher.options.checksums or (dispatcher.group is None and dispatcher.world > 1):
         return None
-    payload = dispatcher.options.payloads.of(header.op)
-    narrowed = payload.narrows(x_TD.dtype)
-    sums_T = row_sums(_without_nan(rounded(x_TD.detach(), payload), narrowed))
+    wire_dtype = dispatcher.options.wire_dtypes.of(header.op)
+    narrowed = wire_dtype.narrows(x_TD.dtype)
+    sums_T = row_sums(_without_nan(rounded(x_TD.detach(), wire_dtype), narrowed))
     num_experts, (_, top_k) = dispatcher.num_experts, ids_TK.shape
     flat = ids_TK.reshape(-1).long()
     place = torch.where(flat < 0, num_experts, flat)
@@ -129,12 +129,12 @@ def claim(dispatcher: Dispatcher, x_TD: Tensor, ids_TK: Tensor, header: Header) 
     told_2E[0].scatter_add_(0, place, torch.ones_like(place))
     told_2E[1].scatter_add_(0, place, sums_T.repeat_interleave(top_k))
     told_2E = told_2E[:, :num_experts].contiguous()
-    doing = f"dispatch (call {header.seq})" + (f" of layer {header.label!r}" if header.label else "")
+    description = f"dispatch (call {header.seq})" + (f" of layer {header.label!r}" if header.label else "")
     if dispatcher.group is None or dispatcher.world == 1:
         told_W2E = told_2E.unsqueeze(0)
     else:
-        told_W2E = channel_of(dispatcher.group).all_gather(told_2E, f"the checksums of {doing}")
-    return Claim(told_W2E, narrowed, dispatcher.local_experts, dispatcher.damage, doing)
+        told_W2E = channel_of(dispatcher.group).all_gather(told_2E, f"the checksums of {description}")
+    return Claim(told_W2E, narrowed, dispatcher.local_experts, dispatcher.damage, description)
 
 
 def _without_nan(rows_RD: Tensor, narrowed: bool) -> Tensor:

@@ -19,7 +19,7 @@ other hosts, if routing is balanced. Of what crosses the wire, this goes between
 ranks of one host share memory (without the native core 2 K (f - h) more is on the wire, inside hosts); 2 K h of
 ``all_to_all``'s; and of ``all_gather``'s (W - 1) H / W for each collective, which goes round a ring, plus K h.
 
-A payload makes the rows on the wire that much shorter; and where combine has one, ``all_gather`` sends rows back even
+A wire_dtype makes the rows on the wire that much shorter; and where combine has one, ``all_gather`` sends rows back even
 if it need not be deterministic. A wire byte counts as ``WIRE_BYTE`` bytes in memory, and one between hosts as
 ``BETWEEN_BYTE`` more. Only the order of the sums matters, and they are far apart.
 """
@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moe_comm.dispatch.payload import AS_THEY_ARE, Payloads, bytes_per_row
+from moe_comm.dispatch.wire_dtype import AS_THEY_ARE, WireDtypes, bytes_per_row
 
 WIRE_BYTE = 8.0
 BETWEEN_BYTE = 16.0
@@ -70,7 +70,7 @@ class Traffic:
     hidden: int = 1024
     item_bytes: int = 4
     deterministic: bool = True
-    payloads: Payloads = AS_THEY_ARE
+    wire_dtypes: WireDtypes = AS_THEY_ARE
     overlap: bool = False
 
     @property
@@ -80,7 +80,7 @@ class Traffic:
 
     def wire_row(self, op: str) -> int:
         """Bytes of one row on the wire in ``op``."""
-        return bytes_per_row(self.hidden, self.payloads.of(op), self.dtype)
+        return bytes_per_row(self.hidden, self.wire_dtypes.of(op), self.dtype)
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def choose(facts: GroupFacts, traffic: Traffic | None = None) -> Choice:
         _all_gather(facts, traffic, away, abroad),
         _hierarchical(facts, traffic, away, abroad),
     ]
-    if traffic.overlap and facts.device == "cuda" and traffic.payloads.invariant:
+    if traffic.overlap and facts.device == "cuda" and traffic.wire_dtypes.invariant:
         found = [c if c.backend in _OVERLAPS else replace(c, if_asked=c.if_asked or _SERIAL) for c in found]
     picked = min((c for c in found if not c.problem and not c.if_asked), key=lambda c: c.cost)
     return Choice(picked.backend, facts, traffic, tuple(found))
@@ -165,7 +165,7 @@ def _all_gather(facts: GroupFacts, traffic: Traffic, away: float, abroad: float)
     world, slots = facts.world, traffic.top_k or 1
     out, back = traffic.wire_row("dispatch"), traffic.wire_row("combine")
     ring = (world - 1) * facts.hosts / world if facts.hosts > 1 else 0
-    if traffic.deterministic or traffic.payloads.of("combine").narrows(traffic.dtype):
+    if traffic.deterministic or traffic.wire_dtypes.of("combine").narrows(traffic.dtype):
         wire, between = (world - 1) * out + away * back, ring * out + abroad * back
         return Candidate("all_gather", "", wire, between, (2 * world + 7 * slots + 1) * row)
     wide = max(4, traffic.item_bytes) / traffic.item_bytes

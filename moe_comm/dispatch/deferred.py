@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.comm.header import Header
 from moe_comm.dispatch.base import Dispatcher
-from moe_comm.dispatch.types import DispatchOptions, Layout
+from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
 from moe_comm.errors import ConfigError
 from moe_comm.topology import ExpertPlacement
 
@@ -49,14 +49,14 @@ class DeferredDispatcher(Dispatcher):
             "this MoE layer was built on the meta device, to look at shapes; build it on the device it is to run on"
         )
 
-    def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, Layout]:
+    def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, DispatchHandle]:
         self._refuse()
 
-    def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, layout: Layout, header: Header) -> Tensor:
+    def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:
         self._refuse()
 
     def _spread(
-        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, layout: Layout, header: Header
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header
     ) -> tuple[Tensor, Tensor | None]:
         self._refuse()
 

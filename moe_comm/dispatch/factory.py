@@ -107,7 +107,7 @@ def _compare(
     channel = Channel(comm, options.timeout_s)
     where = torch.device(device) if device is not None else channel.rows_device
     same = {**same, "deterministic": int(options.deterministic), "rows on the CPU": int(where.type == "cpu")}
-    same["payloads"] = options.payloads
+    same["wire_dtypes"] = options.wire_dtypes
     same["checked"] = int(options.checked)
     same["checksums"] = int(options.checksums)
     same["options of peer_to_peer"] = options.peer_to_peer
@@ -143,7 +143,7 @@ def _host_by_host(hosts: Sequence[int]) -> bool:
 
 
 def _traffic(options: DispatchOptions) -> Traffic:
-    return Traffic(deterministic=options.deterministic, payloads=options.payloads)
+    return Traffic(deterministic=options.deterministic, wire_dtypes=options.wire_dtypes)
 
 
 def _local(placement: ExpertPlacement, group: ProcessGroup | None, options: DispatchOptions) -> Dispatcher:

@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moe_comm.dispatch.payload import E4M3, Payload, bytes_per_row, narrowed, scales_for
+from moe_comm.dispatch.wire_dtype import E4M3, WireDtype, bytes_per_row, narrowed, scales_for
 from moe_comm.runtime.memory import as_dtype
 
 GROUP = 128
@@ -58,7 +58,7 @@ class Groups:
         return cls(first_R + (torch.arange(num_rows, device=device) - start_R) // GROUP, per_rank)
 
 
-def encode_groups(rows_RD: Tensor, groups: Groups, payload: Payload) -> tuple[Tensor, Tensor]:
+def encode_groups(rows_RD: Tensor, groups: Groups, wire_dtype: WireDtype) -> tuple[Tensor, Tensor]:
     """Rows without their scales, as 8-byte words [R, ceil(D / 16) * 2]; and [G, D] fp32 scales."""
     num_rows, hidden = rows_RD.shape
     wide_RD = rows_RD.to(torch.float32)
@@ -66,9 +66,9 @@ def encode_groups(rows_RD: Tensor, groups: Groups, payload: Payload) -> tuple[Te
     most_GD = wide_RD.new_zeros(sum(groups.per_rank), hidden)
     where_RD = groups.group_R.unsqueeze(1).expand(num_rows, hidden)
     most_GD.scatter_reduce_(0, where_RD, wide_RD.abs().masked_fill(~known_RD, 0.0), "amax")
-    scale_GD = scales_for(most_GD, payload.power_of_two)
+    scale_GD = scales_for(most_GD, wire_dtype.power_of_two)
     packed_RB = torch.zeros(
-        num_rows, bytes_per_row(hidden, payload, rows_RD.dtype), dtype=torch.uint8, device=rows_RD.device
+        num_rows, bytes_per_row(hidden, wire_dtype, rows_RD.dtype), dtype=torch.uint8, device=rows_RD.device
     )
     scaled_RD = (wide_RD / scale_GD[groups.group_R]).masked_fill_(~known_RD, torch.nan)
     packed_RB[:, :hidden].view(E4M3).copy_(scaled_RD)
@@ -81,12 +81,12 @@ def decode_groups(packed_RX: Tensor, scale_GD: Tensor, groups: Groups, dtype: to
     return narrowed(values_RD.mul_(scale_GD[groups.group_R]), dtype)
 
 
-def rounded_in_groups(rows_RD: Tensor, payload: Payload) -> Tensor:
+def rounded_in_groups(rows_RD: Tensor, wire_dtype: WireDtype) -> Tensor:
     """Rows rounded in groups of those that stand one after another: where they are moved in place."""
     if not rows_RD.numel():
         return rows_RD
     groups = Groups.of(np.array([rows_RD.shape[0]]), (0, 1), rows_RD.device)
-    packed_RX, scale_GD = encode_groups(rows_RD, groups, payload)
+    packed_RX, scale_GD = encode_groups(rows_RD, groups, wire_dtype)
     return decode_groups(packed_RX, scale_GD, groups, rows_RD.dtype)
 
 

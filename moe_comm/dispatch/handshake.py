@@ -41,7 +41,7 @@ def settings_of(dispatcher: Dispatcher) -> dict[str, object]:
         "experts per rank": placement.experts_per_rank,
         "deterministic": int(options.deterministic),
         "checked": int(options.checked),
-        "payloads": options.payloads,
+        "wire_dtypes": options.wire_dtypes,
         "checksums": int(options.checksums),
     }
 

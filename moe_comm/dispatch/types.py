@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_comm.dispatch.payload import AS_THEY_ARE, Payloads
+from moe_comm.deprecated import renamed_attributes, renamed_fields
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
+from moe_comm.dispatch.wire_dtype import AS_THEY_ARE, WireDtypes
 from moe_comm.errors import ConfigError, RoutingError
 
 DROPPED = -1
@@ -19,6 +20,7 @@ INVALID_LOGITS = -2
 """Expert id by which a router marks a token whose logits are NaN or all -Inf; dispatch raises on every rank."""
 
 
+@renamed_fields(payloads="wire_dtypes")
 @dataclass(frozen=True)
 class DispatchOptions:
     """How operations wait and check.
@@ -27,7 +29,7 @@ class DispatchOptions:
     deterministic: the bits of the results do not depend on the number of ranks; False allows a backend to
         sum partial results in another order where that moves fewer bytes.
     checked: compare headers before every operation; where False, only in dispatch.
-    payloads: what rows look like while they travel, by direction; rounding is the same with every backend, so that
+    wire_dtypes: what rows look like while they travel, by direction; rounding is the same with every backend, so that
         bits still do not depend on the number of ranks. Only backends that send rows move fewer bytes:
         ``local`` and ``shared_memory`` read rows where they lie.
     peer_to_peer: what only that backend has.
@@ -38,16 +40,18 @@ class DispatchOptions:
     timeout_s: float = 300.0
     deterministic: bool = True
     checked: bool = True
-    payloads: Payloads = AS_THEY_ARE
+    wire_dtypes: WireDtypes = AS_THEY_ARE
     peer_to_peer: PeerToPeerOptions = field(default_factory=PeerToPeerOptions)
     checksums: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout_s < math.inf:
             raise ConfigError(f"timeout_s must be a positive, finite number of seconds; got {self.timeout_s}")
-        if not isinstance(self.payloads, Payloads):
-            raise ConfigError(f"payloads must be a Payloads, a choice for each direction; got {self.payloads!r}")
-        if self.deterministic and not self.payloads.invariant:
+        if not isinstance(self.wire_dtypes, WireDtypes):
+            raise ConfigError(
+                f"wire_dtypes must be a WireDtypes, a choice for each direction; got {self.wire_dtypes!r}"
+            )
+        if self.deterministic and not self.wire_dtypes.invariant:
             raise ConfigError(
                 "with fp8 scales per group of rows the bits depend on the number of ranks; use fp8_block for "
                 "gradients, or DispatchOptions(deterministic=False)"
@@ -55,12 +59,12 @@ class DispatchOptions:
 
 
 @dataclass(slots=True, eq=False)  # one is made for every dispatch: a frozen one takes longer to make
-class Layout:
+class DispatchHandle:
     """Where one dispatch put the rows; ``combine`` and both backward passes need it. Nothing changes it.
 
     rows_per_expert: rows of each local expert, in order of expert id; they stand one after another in rows_RD.
     num_dropped: slots of this rank's tokens with id -1.
-    state: private to the backend that made the layout.
+    state: private to the backend that made the handle.
     call: number of the dispatch call, by which ranks notice that they combine different ones.
     maker: which of this process's dispatchers made it; ``combine`` of any other one raises.
     """
@@ -79,12 +83,13 @@ class Layout:
     maker: int = 0
 
 
+@renamed_attributes(layout="handle")
 @dataclass(slots=True, eq=False)
 class Dispatched:
     """``rows_RD``: the rows for this rank's experts, by (expert, source rank, token, slot)."""
 
     rows_RD: Tensor
-    layout: Layout
+    handle: DispatchHandle
 
 
 def routing_error(ids_TK: Tensor, num_experts: int) -> RoutingError:

@@ -81,11 +81,11 @@ class Nvrtc:
         self._check(getattr(self.library, f"nvrtcGet{what}")(program, buffer), f"has no {what}")
         return buffer.raw
 
-    def _check(self, status: int, doing: str, said: str = "") -> None:
+    def _check(self, status: int, description: str, said: str = "") -> None:
         if status:
             why = self.library.nvrtcGetErrorString(status).decode()
             raise KernelError(
-                f"NVRTC {self.version[0]}.{self.version[1]} ({self.path}) {doing}: {why}"
+                f"NVRTC {self.version[0]}.{self.version[1]} ({self.path}) {description}: {why}"
                 + (f"\n{said}" if said else "")
             )
 

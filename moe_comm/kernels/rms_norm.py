@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_comm.kernels.native import core, on_host
+from moe_comm.kernels.needed_grads import wanted_gradients
 from moe_comm.kernels.swiglu import NATIVE_DTYPES
-from moe_comm.kernels.wanted import wanted_gradients
 
 ROWS_OF_PART = 128
 """The weight's gradient is summed over this many rows at a time, whatever the number of threads."""

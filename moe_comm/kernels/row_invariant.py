@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_comm.kernels.autocast import without_autocast
-from moe_comm.kernels.wanted import wanted_gradients
+from moe_comm.kernels.needed_grads import wanted_gradients
 
 TILE = 16
 """Rows, inputs and outputs are multiples of this. 8 is enough for the kernels seen; 16 is a vector of AVX-512."""

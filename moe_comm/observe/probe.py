@@ -74,9 +74,9 @@ class Probe:
                 # So that no host begins while another is still at the training step: its lateness is not the link's.
                 dist.barrier(self._group)
                 began = time.perf_counter()
-                coming = dist.irecv(self._room, group=self._group, group_src=source, tag=distance)
+                pending = dist.irecv(self._room, group=self._group, group_src=source, tag=distance)
                 sent = dist.isend(self._message, group=self._group, group_dst=target, tag=distance)
-                _wait(coming)
+                _wait(pending)
                 found[self._ends[source]] = time.perf_counter() - began
                 _wait(sent)
         return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_comm.dispatch.base import Dispatcher
-from moe_comm.dispatch.types import Layout
+from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import InputError
 
 
@@ -22,23 +22,23 @@ def weights_fault(dispatcher: Dispatcher, w_EGD: Tensor, rows: Tensor, operator:
 
 
 def combine_fault(
-    dispatcher: Dispatcher, layout: Layout, rows_RF: Tensor, w_EDF: Tensor, weights_TK: Tensor
+    dispatcher: Dispatcher, handle: DispatchHandle, rows_RF: Tensor, w_EDF: Tensor, weights_TK: Tensor
 ) -> InputError | None:
-    """What is wrong with the input of a ``matmul_combine`` of rows that stand as ``layout`` says."""
+    """What is wrong with the input of a ``matmul_combine`` of rows that stand as ``handle`` says."""
     if (fault := weights_fault(dispatcher, w_EDF, rows_RF, "matmul_combine")) is not None:
         return fault
-    if rows_RF.shape[0] != layout.num_rows or w_EDF.shape[1] != layout.hidden or rows_RF.dtype != layout.dtype:
+    if rows_RF.shape[0] != handle.num_rows or w_EDF.shape[1] != handle.hidden or rows_RF.dtype != handle.dtype:
         return InputError(
-            f"matmul_combine needs rows [{layout.num_rows}, F] {layout.dtype} and weights [E, {layout.hidden}, F]; got "
+            f"matmul_combine needs rows [{handle.num_rows}, F] {handle.dtype} and weights [E, {handle.hidden}, F]; got "
             f"{tuple(rows_RF.shape)} {rows_RF.dtype} and {tuple(w_EDF.shape)}"
         )
-    if tuple(weights_TK.shape) != (layout.num_tokens, layout.top_k):
+    if tuple(weights_TK.shape) != (handle.num_tokens, handle.top_k):
         return InputError(
-            f"matmul_combine needs weights [{layout.num_tokens}, {layout.top_k}]; got {tuple(weights_TK.shape)}"
+            f"matmul_combine needs weights [{handle.num_tokens}, {handle.top_k}]; got {tuple(weights_TK.shape)}"
         )
-    if rows_RF.device != layout.device or weights_TK.device != layout.device:
+    if rows_RF.device != handle.device or weights_TK.device != handle.device:
         return InputError(
-            f"matmul_combine needs rows and weights on {layout.device}; got rows on {rows_RF.device} and weights on "
+            f"matmul_combine needs rows and weights on {handle.device}; got rows on {rows_RF.device} and weights on "
             f"{weights_TK.device}"
         )
     return None

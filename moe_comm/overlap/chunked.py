@@ -76,13 +76,13 @@ def _check_fused(overlap: Overlap, operator: str) -> None:
 class Lines:
     """One operator's group: its channel, the order of its peers, and where its rows are cut.
 
-    spans: first and end row of each chunk within a rank's rows. doing: what errors say. choice: how it is run.
+    spans: first and end row of each chunk within a rank's rows. description: what errors say. choice: how it is run.
     """
 
     channel: SharedChannel
     ring: Ring
     spans: tuple[tuple[int, int], ...]
-    doing: str
+    description: str
     choice: Choice
 
     @classmethod
@@ -100,11 +100,11 @@ class Lines:
         if isinstance(overlap.chunks, str):
             channel.compare(str(work), like)  # before ranks meet to choose
             choice = choice_of(overlap, work, channel, like.device)
-            spans, doing = _cut(work, choice, rows)
+            spans, description = _cut(work, choice, rows)
         else:
-            spans, doing, choice = _fixed_cut(work, overlap, rows)
-            channel.compare(doing, like)
-        return cls(channel, ring_of(channel.rank, channel.world), spans, doing, choice)
+            spans, description, choice = _fixed_cut(work, overlap, rows)
+            channel.compare(description, like)
+        return cls(channel, ring_of(channel.rank, channel.world), spans, description, choice)
 
     @property
     def at_once(self) -> bool:
@@ -113,7 +113,7 @@ class Lines:
 
     def start_gather(self, x_SD: Tensor) -> Iterator[Arrival]:
         """Begin to gather the ranks' rows; yields them as they arrive, this rank's own at once."""
-        started = [(a, b, self.channel.start_all_gather(x_SD[a:b], self.doing)) for a, b in self.spans]
+        started = [(a, b, self.channel.start_all_gather(x_SD[a:b], self.description)) for a, b in self.spans]
         own, peers = self.ring.arrivals[0], self.ring.arrivals[1:]
 
         def arrivals() -> Iterator[Arrival]:
@@ -129,7 +129,7 @@ class Lines:
 
 @lru_cache(maxsize=1024)
 def _cut(work: Work, choice: Choice, rows: int | None) -> tuple[tuple[tuple[int, int], ...], str]:
-    """``Lines.spans`` and ``Lines.doing``. Kept, as ``spans_of`` is: a product of few rows takes no longer."""
+    """``Lines.spans`` and ``Lines.description``. Kept, as ``spans_of`` is: a product of few rows takes no longer."""
     spans = spans_of(work.rows // work.world if rows is None else rows, choice.chunks)
     return spans, f"{work} by {choice if choice.backend == TRITON else choice.chunks}"
 
@@ -187,7 +187,7 @@ def scattered_mm(lines: Lines, x_WSK: Tensor, b_KN: Tensor) -> Callable[[], Tens
         parts_WsN = x_WSK.new_empty(world, end - first, columns)
         for peer in lines.ring.scatters:
             row_invariant_mm(x_WSK[peer, first:end], b_KN, out=parts_WsN[peer])
-        return start_sum(lines.channel, parts_WsN, lines.doing)
+        return start_sum(lines.channel, parts_WsN, lines.description)
 
     started = [start(first, end) for first, end in lines.spans]
 
@@ -200,10 +200,10 @@ def scattered_mm(lines: Lines, x_WSK: Tensor, b_KN: Tensor) -> Callable[[], Tens
     return finish
 
 
-def start_sum(channel: Channel, parts_WSN: Tensor, doing: str) -> Callable[[], Tensor]:
+def start_sum(channel: Channel, parts_WSN: Tensor, description: str) -> Callable[[], Tensor]:
     """Begin the sum over ranks of what each has for each; the call returned gives this rank's, [S, N]."""
     ones = [1] * channel.world
-    arrived = channel.start_all_to_all(parts_WSN, ones, ones, doing)
+    arrived = channel.start_all_to_all(parts_WSN, ones, ones, description)
     return lambda: added_in_order(arrived())
 
 

@@ -50,7 +50,7 @@ def dispatch_matmul(
 
     Returns:
         h_RG: [R, G] for the rows of this rank's experts, by (expert, source rank, token, slot).
-        dispatch: what ``matmul_combine`` needs to bring them back; ``dispatch.layout`` is the dispatch handle.
+        dispatch: what ``matmul_combine`` needs to bring them back; ``dispatch.handle`` is the dispatch handle.
 
     Raises:
         ConfigError: a dispatcher that does not overlap. With MissingDependency: Triton is asked for and cannot run
@@ -68,7 +68,7 @@ def dispatch_matmul(
         shared, send = SharedDispatch.open(dispatcher, x_TD, ids_TK, overlap, label=label)
         if shared.chunks == 1:
             rows_RD = shared.dispatch_at_once(send, x_TD).rows_RD
-            return grouped(experts, rows_RD, shared.layout.rows_per_expert), shared
+            return grouped(experts, rows_RD, shared.handle.rows_per_expert), shared
         return pipelined_dispatch(shared, lambda _: send, x_TD, experts), shared
     fault = fault or fused_fault(dispatcher, x_TD, overlap)
     if fault is not None:
@@ -78,7 +78,7 @@ def dispatch_matmul(
         return fused_dispatch(dispatch, x_TD, ids_TK, w_EGD, choice)
     if all(each.chunks == 1 for each in dispatch.each_way("dispatch_matmul", width)):
         rows_RD = dispatch.dispatch_at_once(x_TD).rows_RD
-        return grouped(experts, rows_RD, dispatch.layout.rows_per_expert), dispatch
+        return grouped(experts, rows_RD, dispatch.handle.rows_per_expert), dispatch
     forward, _ = dispatch.each_way("dispatch_matmul", width)
     return pipelined_dispatch(dispatch, forward.send, x_TD, experts), dispatch
 
@@ -86,4 +86,4 @@ def dispatch_matmul(
 def reference(dispatcher: Dispatcher, x_TD: Tensor, ids_TK: Tensor, w_EGD: Tensor, *, label: str = "") -> Tensor:
     """One step after the other: the bits that ``dispatch_matmul`` must give."""
     dispatched = dispatcher.dispatch(x_TD, ids_TK, label=label)
-    return grouped(ExpertLinear((w_EGD,)), dispatched.rows_RD, dispatched.layout.rows_per_expert)
+    return grouped(ExpertLinear((w_EGD,)), dispatched.rows_RD, dispatched.handle.rows_per_expert)

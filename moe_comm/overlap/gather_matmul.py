@@ -21,8 +21,8 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.meeting import channel_of, group_size
+from moe_comm.kernels.needed_grads import wanted_gradients
 from moe_comm.kernels.row_invariant import row_invariant_mm
-from moe_comm.kernels.wanted import wanted_gradients
 from moe_comm.overlap.chunked import Lines, WeightGradient, check_linear, gathered_mm, start_sum, weight_gradient
 from moe_comm.overlap.cost import Work
 from moe_comm.overlap.linear import Way, carried, differentiated, fused, product, product_gradients, work_of
@@ -63,8 +63,8 @@ def reference(x_SD: Tensor, weight_ND: Tensor, group: ProcessGroup | None) -> Te
     return _at_once(channel_of(group), x_SD, weight_ND, "a gather")
 
 
-def _at_once(channel: Channel, x_SD: Tensor, w_ND: Tensor, doing: str) -> Tensor:
-    return row_invariant_mm(channel.all_gather(x_SD, doing).flatten(0, 1), w_ND.t())
+def _at_once(channel: Channel, x_SD: Tensor, w_ND: Tensor, description: str) -> Tensor:
+    return row_invariant_mm(channel.all_gather(x_SD, description).flatten(0, 1), w_ND.t())
 
 
 def _work(direction: str, x_SD: Tensor, w_ND: Tensor, world: int) -> Work:
@@ -80,7 +80,7 @@ def _gathered_product(x_SD: Tensor, w_ND: Tensor, group: ProcessGroup | None, ov
     if (kernels := fused(lines, group, x_SD)) is not None:
         return kernels.gather_matmul(x_SD, w_ND)
     if lines.at_once:
-        return _at_once(lines.channel, x_SD, w_ND, lines.doing)
+        return _at_once(lines.channel, x_SD, w_ND, lines.description)
     rows = x_SD.shape[0]
 
     def compute(way: Way) -> Tensor:
@@ -110,10 +110,12 @@ class _GatherMatmul(torch.autograd.Function):
         grad_WSN = grad_TN.view(world, x_SD.shape[0], w_ND.shape[0])
         deterministic, columns = ctx.overlap.deterministic, x_SD.shape[1]
         if lines.at_once:
-            arriving = lines.channel.start_all_gather(x_SD, lines.doing) if needs_w else None
+            arriving = lines.channel.start_all_gather(x_SD, lines.description) if needs_w else None
             summed = grad_w = None
             if needs_x:
-                summed = start_sum(lines.channel, row_invariant_mm(grad_TN, w_ND).view(world, *x_SD.shape), lines.doing)
+                summed = start_sum(
+                    lines.channel, row_invariant_mm(grad_TN, w_ND).view(world, *x_SD.shape), lines.description
+                )
             if arriving is not None:
                 grad_w = weight_gradient(lines.ring.arrivals, grad_WSN, arriving(), True, deterministic)
             return None if summed is None else summed(), grad_w, None, None

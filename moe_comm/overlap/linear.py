@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_comm.kernels.needed_grads import wanted_gradients
 from moe_comm.kernels.row_invariant import row_invariant_mm
-from moe_comm.kernels.wanted import wanted_gradients
 from moe_comm.overlap.chunked import Arrival, Lines, exact_mm, scattered_mm
 from moe_comm.overlap.cost import Work
 from moe_comm.overlap.options import TRITON

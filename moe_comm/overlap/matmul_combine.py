@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_comm.dispatch.types import Layout
+from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.kernels.expert_mlp import ExpertLinear
 from moe_comm.overlap.checks import combine_fault
 from moe_comm.overlap.executors.chunked_rows import ChunkedDispatch
@@ -42,20 +42,20 @@ def matmul_combine(
         RankMismatch: ranks differ in what they do, or in whether weights need a gradient; if it is checked.
         PeerDied, PeerTimeout: a rank failed, or did not call in time.
     """
-    layout, experts = dispatch.layout, ExpertLinear((w_EDF,))
-    fault = combine_fault(dispatch.dispatcher, layout, rows_RF, w_EDF, weights_TK)
+    handle, experts = dispatch.handle, ExpertLinear((w_EDF,))
+    fault = combine_fault(dispatch.dispatcher, handle, rows_RF, w_EDF, weights_TK)
     if fault is not None:
         dispatch.refuse("combine", fault)
     if isinstance(dispatch, ChunkedDispatch) and dispatch.fused is not None:
         return fused_combine(dispatch, rows_RF, w_EDF, weights_TK)
     if all(each.chunks == 1 for each in dispatch.each_way("matmul_combine", rows_RF.shape[1])):
-        results_RD = grouped(experts, rows_RF, layout.rows_per_expert)
-        return dispatch.dispatcher.combine(results_RD, weights_TK, layout)
+        results_RD = grouped(experts, rows_RF, handle.rows_per_expert)
+        return dispatch.dispatcher.combine(results_RD, weights_TK, handle)
     return pipelined_combine(dispatch, rows_RF, experts, weights_TK)
 
 
 def reference(rows_RF: Tensor, w_EDF: Tensor, weights_TK: Tensor, dispatch: ChunkedDispatch | SharedDispatch) -> Tensor:
     """One step after the other: the bits that ``matmul_combine`` must give."""
-    layout: Layout = dispatch.layout
-    results_RD = grouped(ExpertLinear((w_EDF,)), rows_RF, layout.rows_per_expert)
-    return dispatch.dispatcher.combine(results_RD, weights_TK, layout)
+    handle: DispatchHandle = dispatch.handle
+    results_RD = grouped(ExpertLinear((w_EDF,)), rows_RF, handle.rows_per_expert)
+    return dispatch.dispatcher.combine(results_RD, weights_TK, handle)

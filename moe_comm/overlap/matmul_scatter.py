@@ -22,8 +22,8 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.channel import Channel
 from moe_comm.comm.meeting import channel_of, group_size
 from moe_comm.errors import InputError
+from moe_comm.kernels.needed_grads import wanted_gradients
 from moe_comm.kernels.row_invariant import row_invariant_mm
-from moe_comm.kernels.wanted import wanted_gradients
 from moe_comm.overlap.chunked import Lines, WeightGradient, check_linear, gathered_mm, start_sum, weight_gradient
 from moe_comm.overlap.cost import Work
 from moe_comm.overlap.linear import Way, carried, differentiated, fused, product, product_gradients, work_of
@@ -66,9 +66,9 @@ def reference(x_TK: Tensor, weight_NK: Tensor, group: ProcessGroup | None) -> Te
     return _at_once(channel_of(group), x_TK, weight_NK, "a sum")
 
 
-def _at_once(channel: Channel, x_TK: Tensor, w_NK: Tensor, doing: str) -> Tensor:
+def _at_once(channel: Channel, x_TK: Tensor, w_NK: Tensor, description: str) -> Tensor:
     world, y_TN = channel.world, row_invariant_mm(x_TK, w_NK.t())
-    return start_sum(channel, y_TN.view(world, y_TN.shape[0] // world, y_TN.shape[1]), doing)()
+    return start_sum(channel, y_TN.view(world, y_TN.shape[0] // world, y_TN.shape[1]), description)()
 
 
 def _work(direction: str, x_TK: Tensor, w_NK: Tensor, world: int) -> Work:
@@ -84,7 +84,7 @@ def _scattered_product(x_TK: Tensor, w_NK: Tensor, group: ProcessGroup | None, o
     if (kernels := fused(lines, group, x_TK)) is not None:
         return kernels.matmul_scatter(x_TK, w_NK)
     if lines.at_once:
-        return _at_once(lines.channel, x_TK, w_NK, lines.doing)
+        return _at_once(lines.channel, x_TK, w_NK, lines.description)
     x_WSK = x_TK.unflatten(0, (world, -1))
     traffic = Traffic(x_WSK.shape[1], x_TK, sum_columns=w_NK.shape[0])
     return carried(lines, traffic, lambda way: way.scattered_mm(x_WSK, w_NK.t())())
@@ -111,7 +111,7 @@ class _MatmulScatter(torch.autograd.Function):
             return *kernels.matmul_scatter_gradients(x_TK, w_NK, grad_SN, needs_x, needs_w), None, None
         x_WSK = x_TK.view(world, rows, x_TK.shape[1])
         if lines.at_once:
-            grad_WSN = lines.channel.all_gather(grad_SN, lines.doing)
+            grad_WSN = lines.channel.all_gather(grad_SN, lines.description)
             return (
                 row_invariant_mm(grad_WSN.flatten(0, 1), w_NK) if needs_x else None,
                 weight_gradient(lines.ring.arrivals, x_WSK, grad_WSN, False, ctx.overlap.deterministic)

@@ -86,48 +86,48 @@ class _Layout:
 class SharedWay:
     """How one pass gathers and scatters in place. Only within the ``body`` of ``in_place``."""
 
-    def __init__(self, lines: Lines, layout: _Layout, block_X: Tensor, rendezvous: Rendezvous) -> None:
-        self._lines, self._layout, self._block, self._rendezvous = lines, layout, block_X, rendezvous
+    def __init__(self, lines: Lines, handle: _Layout, block_X: Tensor, rendezvous: Rendezvous) -> None:
+        self._lines, self._layout, self._block, self._rendezvous = lines, handle, block_X, rendezvous
 
     def start_gather(self, x_SD: Tensor) -> Iterator[Arrival]:
         """The rows of ``Traffic.gathered_SD`` of every rank, whole ones: this rank's, then whose are there first, else
         round the ring. A peer's rows stand in its memory, and are valid until the next are asked for."""
         own, *left = self._lines.ring.arrivals
-        layout = self._layout
-        offered_SD = layout.view(self._block, layout.rows_at, layout.widths[0])  # dense and aligned, as the peers' are
+        handle = self._layout
+        offered_SD = handle.view(self._block, handle.rows_at, handle.widths[0])  # dense and aligned, as the peers' are
         yield Arrival(slice(own, own + 1), 0, x_SD.shape[0], offered_SD[None])
         while left:
             with moving(Kind.COLLECTIVE, "rows of others"):
                 peer = self._rendezvous.next(left)
             left.remove(peer)
             yield Arrival(slice(peer, peer + 1), 0, x_SD.shape[0], self._rows_of(peer)[None])
-        if not layout.widths[1]:
+        if not handle.widths[1]:
             self._rendezvous.leave()  # peers need not wait for what this rank does next
 
     def scattered_mm(self, x_WSK: Tensor, b_KN: Tensor) -> Callable[[], Tensor]:
         """As ``chunked.scattered_mm``: computes all products; the call returned adds up the ranks', [S, N]."""
-        lines, layout = self._lines, self._layout
+        lines, handle = self._lines, self._layout
         columns = b_KN.shape[1]
         for peer in lines.ring.scatters:
-            part_SN = layout.view(self._block, layout.products_at(peer), columns)
+            part_SN = handle.view(self._block, handle.products_at(peer), columns)
             row_invariant_mm(x_WSK[peer], b_KN, out=part_SN)
             self._rendezvous.raise_flag(peer)
 
         def finish() -> Tensor:
-            y_SN = x_WSK.new_empty(layout.rows, columns)
-            at = layout.products_at(lines.ring.rank)
+            y_SN = x_WSK.new_empty(handle.rows, columns)
+            at = handle.products_at(lines.ring.rank)
             with moving(Kind.COLLECTIVE, "products of others"):
-                self._rendezvous.add(at, y_SN.numel(), DTYPE_CODES[layout.dtype], y_SN.data_ptr())
+                self._rendezvous.add(at, y_SN.numel(), DTYPE_CODES[handle.dtype], y_SN.data_ptr())
             return y_SN
 
         return finish
 
     def _rows_of(self, peer: int) -> Tensor:
-        layout = self._layout
-        rows, width = layout.rows, layout.widths[0]
+        handle = self._layout
+        rows, width = handle.rows, handle.widths[0]
         if not rows * width:
-            return torch.empty(rows, width, dtype=layout.dtype)
-        found = self._rendezvous.rows(peer, layout.rows_at, rows, width, DTYPE_CODES[layout.dtype])
+            return torch.empty(rows, width, dtype=handle.dtype)
+        found = self._rendezvous.rows(peer, handle.rows_at, rows, width, DTYPE_CODES[handle.dtype])
         return torch.from_dlpack(found)
 
 
@@ -148,19 +148,23 @@ def in_place(lines: Lines, traffic: Traffic, body: Callable[[SharedWay], T]) -> 
     """
     x_SD, like = traffic.gathered_SD, traffic.like
     widths = (0 if x_SD is None else x_SD.shape[1], traffic.sum_columns or 0)
-    layout = _Layout(lines.ring.world, traffic.rows, widths, like.dtype)
-    num_bytes = layout.products_at(layout.world)
+    handle = _Layout(lines.ring.world, traffic.rows, widths, like.dtype)
+    num_bytes = handle.products_at(handle.world)
     offered: list[Tensor] = []
 
     def offer(heap: Heap) -> Tensor:
         block_X = block(heap, 1, num_bytes // like.dtype.itemsize, like.dtype).view(-1)
         if x_SD is not None:
-            layout.view(block_X, layout.rows_at, widths[0]).copy_(x_SD)
+            handle.view(block_X, handle.rows_at, widths[0]).copy_(x_SD)
         offered.append(block_X)
         return block_X
 
     return lines.channel.meet(
-        num_bytes, like.dtype, lines.doing, offer, lambda meeting: body(SharedWay(lines, layout, offered[0], meeting))
+        num_bytes,
+        like.dtype,
+        lines.description,
+        offer,
+        lambda meeting: body(SharedWay(lines, handle, offered[0], meeting)),
     )
 
 

@@ -100,15 +100,15 @@ def _in_order(ready_N: Times, times_N: Times, workers: int) -> tuple[Times, Ints
 
 def _first_ready(ready_N: Times, times_N: Times, workers: int) -> tuple[Times, Ints]:
     start_N, worker_N = np.zeros_like(ready_N), np.zeros(len(ready_N), np.int64)
-    coming = [(float(ready_N[at]), int(at)) for at in np.argsort(ready_N, kind="stable")[::-1]]
+    pending = [(float(ready_N[at]), int(at)) for at in np.argsort(ready_N, kind="stable")[::-1]]
     free = [(0.0, worker) for worker in range(workers)]
     up: list[int] = []  # tiles whose flags are up, the first of the schedule on top
-    while coming or up:
+    while pending or up:
         now, worker = heapq.heappop(free)
-        while coming and coming[-1][0] <= now:
-            heapq.heappush(up, coming.pop()[1])
+        while pending and pending[-1][0] <= now:
+            heapq.heappush(up, pending.pop()[1])
         if not up:  # asked again then, after those who are free before
-            heapq.heappush(free, (coming[-1][0], worker))
+            heapq.heappush(free, (pending[-1][0], worker))
             continue
         at = heapq.heappop(up)
         start_N[at], worker_N[at] = now, worker

@@ -115,9 +115,9 @@ def _agreed(work: Works, channel: Channel, known: _Known, device: torch.device, 
     """The first rank's choice. What goes wrong with its measurements is a warning on every rank, and the model's choice
     counts: a rank that raised alone would leave the others waiting."""
     works = (work,) if isinstance(work, Work) else work
-    doing = f"choosing chunks for {', '.join(map(str, works))}"
+    description = f"choosing chunks for {', '.join(map(str, works))}"
     asked = torch.tensor([digest(work, backends)])
-    told = channel.all_gather(asked.to(channel.control_device), doing).cpu()
+    told = channel.all_gather(asked.to(channel.control_device), description).cpu()
     if odd := [rank for rank, other in enumerate(told[:, 0].tolist()) if other != asked[0]]:
         raise RankMismatch(f"rank {channel.rank} chooses chunks for {works[0]}, and ranks {odd} for something else")
     rates = rates_of(channel, works[0].dtype, device)
@@ -137,7 +137,7 @@ def _agreed(work: Works, channel: Channel, known: _Known, device: torch.device, 
     raw = json.dumps(asdict(choice)).encode().ljust(CHOICE_BYTES)
     raw += problem.encode()[:PROBLEM_BYTES].ljust(PROBLEM_BYTES)
     said = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(channel.control_device)
-    first = bytes(channel.all_gather(said, doing)[0].tolist())
+    first = bytes(channel.all_gather(said, description)[0].tolist())
     if problem := first[CHOICE_BYTES:].decode(errors="replace").strip():
         warnings.warn(f"rank 0's measurements: {problem}", RuntimeWarning, stacklevel=2)
     return Choice(**json.loads(first[:CHOICE_BYTES]))

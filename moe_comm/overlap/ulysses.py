@@ -31,8 +31,8 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.meeting import channel_of, group_size
 from moe_comm.errors import InputError
 from moe_comm.kernels.autocast import without_autocast
+from moe_comm.kernels.needed_grads import wanted_gradients
 from moe_comm.kernels.row_invariant import row_invariant_mm
-from moe_comm.kernels.wanted import wanted_gradients
 from moe_comm.overlap.chunked import Lines, check_linear, exact_mm
 from moe_comm.overlap.cost import Work
 from moe_comm.overlap.options import Overlap
@@ -194,7 +194,7 @@ def _send_columns(lines: Lines, x_SD: Tensor, b_DN: Tensor) -> Callable[[], Tens
         parts_Wsn = x_SD.new_empty(world, end - first, width)
         for peer in peers:
             row_invariant_mm(x_SD[first:end], columns_W[peer], out=parts_Wsn[peer])
-        started.append((first, end, lines.channel.start_all_to_all(parts_Wsn, ones, ones, lines.doing)))
+        started.append((first, end, lines.channel.start_all_to_all(parts_Wsn, ones, ones, lines.description)))
     if len(started) == 1:
         return started[0][2]
     y_WSn = x_SD.new_empty(world, x_SD.shape[0], width)
@@ -215,7 +215,7 @@ def _take_rows(lines: Lines, x_WSk: Tensor, out_SK: Tensor) -> Iterator[slice]:
     with the columns of all ranks."""
     ones = [1] * lines.ring.world
     started = [
-        (slice(first, end), lines.channel.start_all_to_all(x_WSk[:, first:end], ones, ones, lines.doing))
+        (slice(first, end), lines.channel.start_all_to_all(x_WSk[:, first:end], ones, ones, lines.description))
         for first, end in lines.spans
     ]
     out_SWk = out_SK.unflatten(1, (lines.ring.world, x_WSk.shape[2]))

@@ -1,4 +1,4 @@
-"""``FoldedMesh``: the process groups of a ``ParallelConfig``, and two DeviceMeshes over one world made of them."""
+"""``ParallelMesh``: the process groups of a ``ParallelConfig``, and two DeviceMeshes over one world made of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GROUPS: tuple[tuple[str, ...], ...] = (
 """Every group a mesh makes, by the axes on which its ranks differ."""
 
 
-class FoldedMesh:
+class ParallelMesh:
     """This rank's place in a folded mapping and the groups it is in. Every rank makes one alike. Collective.
 
     Needs the default process group where ``config.world`` is more than one; a single rank needs none.

@@ -31,7 +31,7 @@ from moe_comm.plan.model.split_memory import gradients_between
 from moe_comm.plan.pipeline.in_flight import moments
 from moe_comm.plan.pipeline.schedules import can_split, check_micro_batches
 from moe_comm.plan.pipeline.stages import StagePlan
-from moe_comm.topology import FoldedMesh, ParallelConfig, Sharding, picture
+from moe_comm.topology import ParallelConfig, ParallelMesh, Sharding, picture
 from moe_comm.train.architecture import family_of
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -117,7 +117,7 @@ def examine(config: TrainConfig) -> DryRun:
     for pp in range(mapping.pp):
         shardings: dict[str, Sharding] = {}
         with fake_ranks(mapping.world, pp * mapping.stage):
-            for stage in build_stages(config, architecture, FoldedMesh(mapping), device="meta"):
+            for stage in build_stages(config, architecture, ParallelMesh(mapping), device="meta"):
                 shardings |= shardings_of(stage)
         activations = _activations(config, architecture, plan, pp, tokens, mapping)
         positions.append(Position(shardings, _ranks(config, mapping, pp, shardings, activations)))

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
-from moe_comm.dispatch.payload import PayloadName, Payloads
+from moe_comm.dispatch.wire_dtype import WireDtypeName, WireDtypes
 from moe_comm.topology import ParallelConfig
 
 Family = Literal["qwen3_moe", "olmoe", "mixtral", "deepseek_v3"]
@@ -262,19 +262,19 @@ class ParallelSection(Section):
 
 
 class PayloadSection(Section):
-    """What rows look like while they travel between the ranks that share experts; see ``moe_comm.dispatch.Payloads``.
+    """What rows look like while they travel between the ranks that share experts; see ``moe_comm.dispatch.WireDtypes``.
 
     dispatch: tokens to their experts. combine: results back. dispatch_backward, combine_backward: their gradients.
     """
 
-    dispatch: PayloadName = "same"
-    combine: PayloadName = "same"
-    dispatch_backward: PayloadName = "same"
-    combine_backward: PayloadName = "same"
+    dispatch: WireDtypeName = "same"
+    combine: WireDtypeName = "same"
+    dispatch_backward: WireDtypeName = "same"
+    combine_backward: WireDtypeName = "same"
 
-    def payloads(self) -> Payloads:
+    def wire_dtypes(self) -> WireDtypes:
         """As ``DispatchOptions`` takes them."""
-        return Payloads(self.dispatch, self.combine, self.dispatch_backward, self.combine_backward)
+        return WireDtypes(self.dispatch, self.combine, self.dispatch_backward, self.combine_backward)
 
 
 class CheckpointSection(Section):

@@ -101,7 +101,7 @@ def scale_of(expert: Tensor | int) -> Tensor:
 
 def experts_of(handle: Handle) -> Tensor:
     """Rows times the scale of their expert."""
-    own, layout = handle.dispatcher.local_experts, handle.sent.layout
+    own, layout = handle.dispatcher.local_experts, handle.sent.handle
     counts = torch.tensor(layout.rows_per_expert, dtype=torch.int64)
     scale_R = scale_of(torch.arange(own.start, own.stop)).repeat_interleave(counts)
     return handle.sent.rows_RD * scale_R.to(layout.dtype).unsqueeze(1)
@@ -174,7 +174,7 @@ class Run:
         if own == "bad rows":
             rows_RD = torch.cat((rows_RD, rows_RD[:, :1]), 1)
         weights_TK = handle.inputs.weights_TK.detach().requires_grad_()
-        y_TD = handle.dispatcher.combine(rows_RD, weights_TK, other.sent.layout)
+        y_TD = handle.dispatcher.combine(rows_RD, weights_TK, other.sent.handle)
         handle.y_TD, handle.weights_TK = y_TD, weights_TK
         return verdict(y=torch.equal(y_TD, self._sum(handle)))
 

@@ -29,11 +29,11 @@ def late_transfer(rank: int, world: int, arg: None) -> Step:
     def step() -> None:
         if rank == 1:
             dist.recv(done, 0)
-        coming = channel.start_all_gather(a, "rows of a step")
+        pending = channel.start_all_gather(a, "rows of a step")
         user.expert_mm(a, a, out)
         if rank == 0:
             dist.send(done, 1)
-        coming()
+        pending()
 
     return record("late transfer", "overlapped", step)
 

@@ -38,7 +38,7 @@ def routed(dispatcher: Dispatcher, scale: float) -> Tensor:
     x_TD = torch.randn(5, HIDDEN, generator=g)
     ids_TK = torch.randint(EXPERTS, (5, 2), generator=g)
     sent = dispatcher.dispatch(x_TD, ids_TK)
-    return dispatcher.combine(sent.rows_RD * scale, torch.full((5, 2), 0.5), sent.layout) - x_TD * scale
+    return dispatcher.combine(sent.rows_RD * scale, torch.full((5, 2), 0.5), sent.handle) - x_TD * scale
 
 
 def use(made: Any, group: Any, rank: int) -> None:

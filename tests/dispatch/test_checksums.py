@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_comm.dispatch import Dispatcher, DispatchOptions, Payloads, make_dispatcher
+from moe_comm.dispatch import Dispatcher, DispatchOptions, WireDtypes, make_dispatcher
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.checksums import row_sums
-from moe_comm.dispatch.payload import PayloadName
+from moe_comm.dispatch.wire_dtype import WireDtypeName
 from moe_comm.errors import CorruptPayload, RankMismatch
 from moe_comm.kernels.activations import Activation
 from moe_comm.kernels.expert_mlp import ExpertMLP
@@ -26,7 +26,7 @@ from tests.dispatch.test_contract import BACKENDS, usable
 from tests.dispatch.workers import Job
 from tests.pool import RankPool
 
-PAYLOADS: tuple[PayloadName, ...] = ("same", "bf16", "fp8_token", "fp8_block", "fp8_token_pow2", "fp8_block_pow2")
+PAYLOADS: tuple[WireDtypeName, ...] = ("same", "bf16", "fp8_token", "fp8_block", "fp8_token_pow2", "fp8_block_pow2")
 CASE = cases.BY_NAME["plain"]
 NAMES = ("plain", "some slots dropped", "all slots dropped")
 
@@ -64,12 +64,12 @@ def _strike(dispatcher: Dispatcher, row: int) -> list[str]:
     send = dispatcher._send
 
     def damaged(x_TD: Tensor, ids_TK: Tensor, header: Any) -> Any:
-        rows_RD, layout = send(x_TD, ids_TK, header)
+        rows_RD, handle = send(x_TD, ids_TK, header)
         if not done and rows_RD.shape[0] > row:
             rows_RD = rows_RD.clone()
             _flip(rows_RD, row, 1, 9)
             done.append("flipped")
-        return rows_RD, layout
+        return rows_RD, handle
 
     dispatcher._send = damaged  # type: ignore[method-assign]
     return done
@@ -87,11 +87,11 @@ def _special(x_TD: Tensor) -> Tensor:
 
 def _rounds(rank: int, world: int, arg: tuple[Job, str]) -> tuple[list[int], str, str, bool]:
     """Damaged blocks without a fault, by payload and case; what one flipped bit raises; whether bits are the same."""
-    job, payload = arg
+    job, wire_dtype = arg
     group = dist.group.WORLD if dist.is_initialized() else None
     clean: list[int] = []
     same = True
-    job = replace(job, payloads=Payloads(payload, payload, payload, payload))  # type: ignore[arg-type]
+    job = replace(job, wire_dtypes=WireDtypes(wire_dtype, wire_dtype, wire_dtype, wire_dtype))  # type: ignore[arg-type]
     for name in NAMES:
         case = replace(cases.BY_NAME[name], tokens=37, hidden=136)
         batch, _ = cases.make(case)
@@ -102,7 +102,7 @@ def _rounds(rank: int, world: int, arg: tuple[Job, str]) -> tuple[list[int], str
         for way in ways:
             x_TD = _special(part.x_TD).requires_grad_()
             rows = way.dispatch(x_TD, part.ids_TK, label=name)
-            y_TD = way.combine(rows.rows_RD * 2, part.weights_TK, rows.layout)
+            y_TD = way.combine(rows.rows_RD * 2, part.weights_TK, rows.handle)
             y_TD.backward(part.grad_TD)
             assert x_TD.grad is not None
             results.append((rows.rows_RD.detach(), y_TD.detach(), x_TD.grad))
@@ -117,12 +117,12 @@ def _rounds(rank: int, world: int, arg: tuple[Job, str]) -> tuple[list[int], str
         _strike(dispatcher, 2)
     rows = dispatcher.dispatch(part.x_TD, part.ids_TK, label="moe.1")
     try:
-        dispatcher.combine(rows.rows_RD, part.weights_TK, rows.layout)
+        dispatcher.combine(rows.rows_RD, part.weights_TK, rows.handle)
         raised = "nothing"
     except CorruptPayload as error:
         raised = str(error)
     again = dispatcher.dispatch(part.x_TD, part.ids_TK)
-    dispatcher.combine(again.rows_RD, part.weights_TK, again.layout)
+    dispatcher.combine(again.rows_RD, part.weights_TK, again.handle)
     dispatcher.close()
     return clean, raised, type(dispatcher).__name__, same
 
@@ -131,23 +131,23 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5)) and torch.equal(a.isnan(), b.isnan())
 
 
-@pytest.mark.parametrize("payload", PAYLOADS)
+@pytest.mark.parametrize("wire_dtype", PAYLOADS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_flipped_bit_is_raised_on_every_rank_and_whole_rows_pass(
-    pool4: RankPool, backend: str, payload: str, device: str
+    pool4: RankPool, backend: str, wire_dtype: str, device: str
 ) -> None:
     usable(backend, device)
-    for rank, (clean, raised, _, same) in enumerate(pool4.run(_rounds, (Job(backend, device), payload), timeout=60)):
+    for rank, (clean, raised, _, same) in enumerate(pool4.run(_rounds, (Job(backend, device), wire_dtype), timeout=60)):
         assert clean == [0] * len(NAMES)
         assert same
         assert raised.startswith("rows of expert 6" if rank == 3 else "rank 3: rows of expert 6"), raised
         assert "of layer 'moe.1'" in raised and "1 of 8 blocks differ" in raised
 
 
-@pytest.mark.parametrize("payload", PAYLOADS)
+@pytest.mark.parametrize("wire_dtype", PAYLOADS)
 @pytest.mark.parametrize("backend", ["local", "plain"])
-def test_one_rank_alone_finds_it_too(backend: str, payload: str) -> None:
-    clean, raised, _, same = _rounds(0, 1, (Job(backend), payload))
+def test_one_rank_alone_finds_it_too(backend: str, wire_dtype: str) -> None:
+    clean, raised, _, same = _rounds(0, 1, (Job(backend), wire_dtype))
     assert clean == [0] * len(NAMES) and same
     assert raised.startswith("rows of expert 0 from rank 0")
 
@@ -162,7 +162,7 @@ def _at_the_next_dispatch(rank: int, world: int, checked: bool) -> tuple[str, in
         _strike(dispatcher, 0)
     rows = dispatcher.dispatch(x_TD, ids_TK)
     if not checked:
-        dispatcher.combine(rows.rows_RD, torch.ones(4, 1), rows.layout)
+        dispatcher.combine(rows.rows_RD, torch.ones(4, 1), rows.handle)
     try:
         dispatcher.dispatch(x_TD, ids_TK)
         raised = "nothing"
@@ -199,7 +199,7 @@ def _in_flight(rank: int, world: int, chunks: int) -> tuple[bool, int, int]:
         if damage and rank == 1:
             _strike_chunk(call)
         mlp = ExpertMLP((torch.ones(1, 6, 8), torch.ones(1, 8, 6), None, None), relu)
-        results.append(call.combine(call.compute(call.rows, call.layout.rows_per_expert, mlp)))
+        results.append(call.combine(call.compute(call.rows, call.handle.rows_per_expert, mlp)))
         counts.append(dispatcher.damage.take())
     return torch.equal(results[0], results[1]), counts[1], counts[2]
 

@@ -273,7 +273,7 @@ def test_local_refuses_bad_ids_and_works_on(device: str) -> None:
     for bad in (8, -2, 2**31 - 1):
         with pytest.raises(RoutingError):
             dispatcher.dispatch(x_TD, torch.tensor([[0, 1], [1, bad], [2, 3]], device=device))
-    assert dispatcher.dispatch(x_TD, torch.tensor([[0, 1], [1, 2], [2, 3]], device=device)).layout.num_rows == 6
+    assert dispatcher.dispatch(x_TD, torch.tensor([[0, 1], [1, 2], [2, 3]], device=device)).handle.num_rows == 6
 
 
 @pytest.mark.parametrize("backend", ["local", "plain"])
@@ -282,4 +282,4 @@ def test_one_rank_refuses_the_layout_of_another_dispatcher(backend: str, device:
     x_TD, ids_TK = torch.ones(3, 4, device=device), torch.zeros(3, 1, dtype=torch.int64, device=device)
     sent = first.dispatch(x_TD, ids_TK)
     with pytest.raises(InputError, match="another dispatcher"):
-        second.combine(sent.rows_RD, torch.ones(3, 1, device=device), sent.layout)
+        second.combine(sent.rows_RD, torch.ones(3, 1, device=device), sent.handle)

@@ -111,7 +111,7 @@ def _another_call(rank: int, world: int, arg: Any) -> None:
     with pytest.raises(RankMismatch, match="collective" if rank else "dispatch"):
         (partial(dispatcher.dispatch, x, ids) if rank else beside)()
     assert torch.equal(shared.all_gather(x, "the next call"), torch.ones(2, 4, 3))
-    assert dispatcher.dispatch(x, ids).layout.call == 2
+    assert dispatcher.dispatch(x, ids).handle.call == 2
 
 
 def test_ranks_in_different_calls_get_one_error_each_and_go_on(pool2: RankPool) -> None:

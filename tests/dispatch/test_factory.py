@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from moe_comm.dispatch import BACKENDS, DispatchOptions, Payloads, factory, make_dispatcher
+from moe_comm.dispatch import BACKENDS, DispatchOptions, WireDtypes, factory, make_dispatcher
 from moe_comm.dispatch.choice import GroupFacts, Traffic, choose
 from moe_comm.dispatch.factory import explain_choice
 from moe_comm.dispatch.peer_to_peer.access import ALONE, BLOCKED, MAY_SHARE, NO_KERNELS, REACHES, problem_of
@@ -47,7 +47,7 @@ HOST = GroupFacts(world=4, hosts=1, native=True, device="cpu", transport="gloo")
         (replace(HOST, world=1, device="cuda", transport="nccl"), Traffic(top_k=8, overlap=True), "local"),
         (
             replace(HOST, device="cuda", transport="nccl", peers=""),
-            Traffic(top_k=8, overlap=True, payloads=Payloads(combine_backward="fp8_group")),
+            Traffic(top_k=8, overlap=True, wire_dtypes=WireDtypes(combine_backward="fp8_group")),
             "peer_to_peer",
         ),
         (HOST, Traffic(top_k=8, overlap=True), "shared_memory"),
@@ -158,13 +158,13 @@ def test_all_ranks_choose_alike_even_if_one_lacks_the_native_core(pool2: RankPoo
 
 def disagreeing(rank: int, world: int, arg: object) -> list[Told]:
     group = dist.group.WORLD
-    wire = Payloads(dispatch="bf16") if rank else Payloads()
+    wire = WireDtypes(dispatch="bf16") if rank else WireDtypes()
     experts = [3, 1] if rank else [1, 3]
     return [
-        caught(lambda: make_dispatcher(4, group, traffic=Traffic(top_k=2 + 2 * rank, payloads=wire))),
+        caught(lambda: make_dispatcher(4, group, traffic=Traffic(top_k=2 + 2 * rank, wire_dtypes=wire))),
         caught(lambda: make_dispatcher(4, group, traffic=Traffic(top_k=2) if rank else None)),
         caught(lambda: make_dispatcher(4, group, "all_gather" if rank else "auto", experts_per_rank=experts)),
-        caught(lambda: make_dispatcher(4, group, options=DispatchOptions(payloads=wire))),
+        caught(lambda: make_dispatcher(4, group, options=DispatchOptions(wire_dtypes=wire))),
         caught(lambda: make_dispatcher(4 + rank, group)),
     ]
 
@@ -175,12 +175,14 @@ def test_the_settings_that_differ_are_named_with_their_values_by_rank(pool2: Ran
         traffic, none_given, backend, options, number = (text.partition(". Every")[0] for _, text in of_rank)
         assert traffic == (
             "ranks disagree on expected traffic when building a dispatcher: top_k: rank 0: 2, rank 1: 4; "
-            "payloads.dispatch.format: rank 0: 'same', rank 1: 'bf16'"
+            "wire_dtypes.dispatch.format: rank 0: 'same', rank 1: 'bf16'"
         )
         assert "a dispatcher: rank 0: None, rank 1: not given; top_k: rank 0: not given, rank 1: 2" in none_given
         assert "backend: rank 0: 'auto', rank 1: 'all_gather'" in backend
         assert "experts per rank: rank 0: (1, 3), rank 1: (3, 1)" in backend
-        assert options.endswith("payloads when building a dispatcher: dispatch.format: rank 0: 'same', rank 1: 'bf16'")
+        assert options.endswith(
+            "wire_dtypes when building a dispatcher: dispatch.format: rank 0: 'same', rank 1: 'bf16'"
+        )
         assert number == "ranks disagree on number of experts when building a dispatcher: rank 0: 4, rank 1: 5"
 
 

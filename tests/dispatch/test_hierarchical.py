@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_comm.comm.meeting import communicator_of, heap_of
 from moe_comm.comm.shared_heap import SharedOptions
-from moe_comm.dispatch import Payloads, make_dispatcher
+from moe_comm.dispatch import WireDtypes, make_dispatcher
 from moe_comm.dispatch.hierarchical.dispatcher import HierarchicalDispatcher
 from moe_comm.dispatch.hierarchical.rail import Pieces
 from moe_comm.dispatch.hierarchical.relay_routes import HostMap, WireBytes, inter_host_bytes
@@ -27,11 +27,11 @@ from tests.dispatch.workers import Job, Result, Told, caught, two_hosts
 from tests.pool import RankPool
 
 FIELDS = ("rows_RD", "y_TD", "x_grad_TD", "weights_grad_TK", "experts_grad")
-MIXED = Payloads("fp8_block_pow2", "bf16", "bf16", "fp8_token")
+MIXED = WireDtypes("fp8_block_pow2", "bf16", "bf16", "fp8_token")
 WHOLE = Pieces(most=1)
 CUT = Pieces(least_bytes=1, most=3)
-ALL_FP8 = Payloads("fp8_token", "fp8_block", "fp8_block", "fp8_token")
-GROUPED = Payloads("fp8_block", "bf16", "fp8_group", "fp8_group")
+ALL_FP8 = WireDtypes("fp8_token", "fp8_block", "fp8_block", "fp8_token")
+GROUPED = WireDtypes("fp8_block", "bf16", "fp8_group", "fp8_group")
 FEW = tuple(
     cases.BY_NAME[name]
     for name in (
@@ -75,9 +75,9 @@ def run_few(rank: int, world: int, how: How) -> list[Result]:
     return found
 
 
-def require_bits(ranks: list[list[Result]], payloads: Payloads = Payloads()) -> None:  # noqa: B008 - frozen
+def require_bits(ranks: list[list[Result]], wire_dtypes: WireDtypes = WireDtypes()) -> None:  # noqa: B008 - frozen
     for case, of_ranks in zip(FEW, zip(*ranks, strict=True), strict=True):
-        whole = workers.run_case(case, Job("plain", payloads=payloads), None, 0, 1)
+        whole = workers.run_case(case, Job("plain", wire_dtypes=wire_dtypes), None, 0, 1)
         for field in FIELDS:
             assert torch.equal(torch.cat([getattr(r, field) for r in of_ranks]), getattr(whole, field)), (case, field)
 
@@ -88,14 +88,14 @@ def test_same_bits_on_any_number_of_hosts(hosts: tuple[int, ...], pool8: RankPoo
     require_bits(pool8.run(run_few, How(Job("hierarchical"), hosts, Pieces(1, 2)), timeout=120))
 
 
-@pytest.mark.parametrize("payloads", [Payloads(), MIXED, ALL_FP8], ids=["same", "mixed", "fp8"])
-def test_same_bits_in_pieces_with_payloads(payloads: Payloads, pool4: RankPool) -> None:
-    require_bits(pool4.run(run_few, How(Job("hierarchical", payloads=payloads), pieces=CUT)), payloads)
+@pytest.mark.parametrize("wire_dtypes", [WireDtypes(), MIXED, ALL_FP8], ids=["same", "mixed", "fp8"])
+def test_same_bits_in_pieces_with_payloads(wire_dtypes: WireDtypes, pool4: RankPool) -> None:
+    require_bits(pool4.run(run_few, How(Job("hierarchical", wire_dtypes=wire_dtypes), pieces=CUT)), wire_dtypes)
 
 
-@pytest.mark.parametrize("payloads", [Payloads(), GROUPED], ids=["same", "groups"])
-def test_sums_of_a_host_have_the_same_bits_in_pieces_as_whole(payloads: Payloads, pool4: RankPool) -> None:
-    job = Job("hierarchical", deterministic=False, payloads=payloads)
+@pytest.mark.parametrize("wire_dtypes", [WireDtypes(), GROUPED], ids=["same", "groups"])
+def test_sums_of_a_host_have_the_same_bits_in_pieces_as_whole(wire_dtypes: WireDtypes, pool4: RankPool) -> None:
+    job = Job("hierarchical", deterministic=False, wire_dtypes=wire_dtypes)
     whole, cut = (pool4.run(run_few, How(job, pieces=pieces)) for pieces in (WHOLE, CUT))
     for of_whole, of_cut in zip(whole, cut, strict=True):
         for case, one, other in zip(FEW, of_whole, of_cut, strict=True):
@@ -115,16 +115,16 @@ def test_same_bits_where_a_rank_lacks_the_native_core(pool4: RankPool) -> None:
     require_bits(pool4.run(without_native, How(Job("hierarchical"))))
 
 
-@pytest.mark.parametrize("payloads", [Payloads(), GROUPED], ids=["same", "groups"])
-def test_sums_of_a_host_come_close_where_bits_are_not_asked_for(payloads: Payloads, pool4: RankPool) -> None:
-    job = Job("hierarchical", deterministic=False, payloads=payloads)
+@pytest.mark.parametrize("wire_dtypes", [WireDtypes(), GROUPED], ids=["same", "groups"])
+def test_sums_of_a_host_come_close_where_bits_are_not_asked_for(wire_dtypes: WireDtypes, pool4: RankPool) -> None:
+    job = Job("hierarchical", deterministic=False, wire_dtypes=wire_dtypes)
     ranks = pool4.run(run_few, How(job))
     for case, of_ranks in zip(FEW, zip(*ranks, strict=True), strict=True):
         whole = workers.run_case(case, Job("plain"), None, 0, 1)
         for field in FIELDS:
             found = torch.cat([getattr(r, field) for r in of_ranks]).double()
             expected = getattr(whole, field).double()
-            allowed = 0.06 if payloads is GROUPED else 8 * torch.finfo(case.dtype).eps
+            allowed = 0.06 if wire_dtypes is GROUPED else 8 * torch.finfo(case.dtype).eps
             assert (found - expected).norm() <= allowed * expected.norm(), (case.name, field)
             assert found.shape == expected.shape
 
@@ -141,12 +141,12 @@ def wire(rank: int, world: int, how: tuple[How, Case]) -> tuple[dict[str, WireBy
     given = exchanges = 0
     start = dispatcher.channel.start_all_to_all
 
-    def counted(rows: Tensor, send: list[int], receive: list[int], doing: str) -> Any:
+    def counted(rows: Tensor, send: list[int], receive: list[int], description: str) -> Any:
         nonlocal given, exchanges
         exchanges += 1
         far = sum(rows_to for to, rows_to in enumerate(send) if two_hosts(world)[to] != two_hosts(world)[rank])
         given += far * (rows.nbytes // max(rows.shape[0], 1))
-        return start(rows, send, receive, doing)
+        return start(rows, send, receive, description)
 
     dispatcher.channel.start_all_to_all = counted
     own = experts[dispatcher.local_experts.start : dispatcher.local_experts.stop]
@@ -155,14 +155,14 @@ def wire(rank: int, world: int, how: tuple[How, Case]) -> tuple[dict[str, WireBy
 
 
 @pytest.mark.parametrize(
-    ("deterministic", "payloads"),
-    [(True, Payloads()), (True, MIXED), (False, Payloads()), (False, MIXED), (False, GROUPED)],
+    ("deterministic", "wire_dtypes"),
+    [(True, WireDtypes()), (True, MIXED), (False, WireDtypes()), (False, MIXED), (False, GROUPED)],
     ids=["same", "mixed", "sums, same", "sums, mixed", "sums, groups"],
 )
 def test_the_bytes_between_hosts_are_those_of_the_formula(
-    deterministic: bool, payloads: Payloads, pool4: RankPool
+    deterministic: bool, wire_dtypes: WireDtypes, pool4: RankPool
 ) -> None:
-    how = How(Job("hierarchical", deterministic=deterministic, payloads=payloads), pieces=CUT)
+    how = How(Job("hierarchical", deterministic=deterministic, wire_dtypes=wire_dtypes), pieces=CUT)
     for case in (
         Case("random", hidden=136, top_k=3, tokens=150),
         Case("dropped", routing="dropped", top_k=5, tokens=150, dtype=torch.bfloat16, weights_grad=False),
@@ -178,7 +178,7 @@ def test_the_bytes_between_hosts_are_those_of_the_formula(
             case.hidden,
             case.dtype,
             deterministic=deterministic,
-            payloads=payloads,
+            wire_dtypes=wire_dtypes,
             weights_grad=case.weights_grad,
         )
         for op, expected in formula.items():
@@ -306,7 +306,7 @@ def die_inside(rank: int, world: int, job: Job) -> tuple[Told, Told]:
     sent = dispatcher.dispatch(x_TD, ids_TK, label="moe.3")
     if rank == 1:
         dispatcher._inside.sum = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    told = caught(lambda: dispatcher.combine(sent.rows_RD, torch.ones(6, 2), sent.layout))
+    told = caught(lambda: dispatcher.combine(sent.rows_RD, torch.ones(6, 2), sent.handle))
     return told, caught(lambda: dispatcher.dispatch(x_TD, ids_TK))
 
 
@@ -328,16 +328,16 @@ def die_between_pieces(rank: int, world: int, job: Job) -> tuple[Told, Told]:
     sent = dispatcher.dispatch(x_TD, ids_TK, label="moe.3")
     start, left = dispatcher.channel.start_all_to_all, 0
 
-    def dies(rows: Tensor, send: list[int], receive: list[int], doing: str) -> Any:
+    def dies(rows: Tensor, send: list[int], receive: list[int], description: str) -> Any:
         nonlocal left
         left += rows.dim() == 2
         if left == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        return start(rows, send, receive, doing)
+        return start(rows, send, receive, description)
 
     if rank == 1:
         dispatcher.channel.start_all_to_all = dies
-    told = caught(lambda: dispatcher.combine(sent.rows_RD, torch.ones(6, 2), sent.layout))
+    told = caught(lambda: dispatcher.combine(sent.rows_RD, torch.ones(6, 2), sent.handle))
     return told, caught(lambda: dispatcher.dispatch(x_TD, ids_TK))
 
 

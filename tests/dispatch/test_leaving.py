@@ -36,7 +36,7 @@ def work():
         channel_of(group)
         dispatcher = PeerToPeerDispatcher(ExpertPlacement.balanced(2, 1), group, 0, options, "cpu")
         sent = dispatcher.dispatch(torch.ones(3, 4), torch.zeros(3, 1, dtype=torch.int64))
-        dispatcher.combine(sent.rows_RD, torch.ones(3, 1), sent.layout)
+        dispatcher.combine(sent.rows_RD, torch.ones(3, 1), sent.handle)
         dispatcher.itself = dispatcher
         print(*threads())
         $last

@@ -53,7 +53,7 @@ def random_call(d: Dispatcher, g: torch.Generator, own: torch.Generator) -> None
             out = d.empty_rows(*rows.shape, rows.dtype, rows.device)
             out.copy_(rows.detach())
             rows = rows + (out - rows).detach()
-        y_TD = d.combine(rows * 2, weights_TK, found.layout)
+        y_TD = d.combine(rows * 2, weights_TK, found.handle)
         if grad:
             y_TD.sum().backward()
 
@@ -102,7 +102,7 @@ def in_place(rank: int, world: int, _: None) -> list[int]:
     out.copy_(rows)
     peaks = [heap.peak]
     for source in (out, rows.clone()):
-        y_TD = d.combine(source, torch.ones(64, 1), found.layout)
+        y_TD = d.combine(source, torch.ones(64, 1), found.handle)
         assert torch.equal(y_TD, x_TD)
         peaks.append(heap.peak)
     assert heap.blocks == 2
@@ -125,7 +125,7 @@ def out_of_memory(rank: int, world: int, _: None) -> tuple[str, str, int]:
     except HeapError as error:
         told = str(error)
     small = d.dispatch(x_TD[:4], last[:4])
-    right = torch.equal(d.combine(small.rows_RD, torch.ones(4, 1), small.layout), x_TD[:4])
+    right = torch.equal(d.combine(small.rows_RD, torch.ones(4, 1), small.handle), x_TD[:4])
     del small
     return told, str(right), d.shared.heap.blocks
 
@@ -148,10 +148,10 @@ def grads_differ(rank: int, world: int, _: None) -> list[str]:
             told.append(str(error))
     found = d.dispatch(x_TD, ids_TK)
     try:
-        d.combine(found.rows_RD, weights_TK.clone().requires_grad_(rank == 0), found.layout)
+        d.combine(found.rows_RD, weights_TK.clone().requires_grad_(rank == 0), found.handle)
     except RankMismatch as error:
         told.append(str(error))
-    assert torch.equal(d.combine(found.rows_RD, weights_TK, found.layout), 2 * x_TD)
+    assert torch.equal(d.combine(found.rows_RD, weights_TK, found.handle), 2 * x_TD)
     return told
 
 
@@ -192,7 +192,7 @@ def mixed_up(rank: int, world: int, _: None) -> list[str]:
     two.dispatch(x_TD, ids_TK)
     told = []
     for call in (
-        lambda: two.combine(sent.rows_RD, torch.ones(3, 2), sent.layout),
+        lambda: two.combine(sent.rows_RD, torch.ones(3, 2), sent.handle),
         lambda: (two if rank else one).dispatch(x_TD, ids_TK),
     ):
         try:
@@ -215,8 +215,8 @@ def test_hidden_and_tokens_may_be_zero() -> None:
         x_TD = torch.ones(tokens, hidden, requires_grad=True)
         weights_TK = torch.ones(tokens, 2, requires_grad=True)
         found = d.dispatch(x_TD, torch.ones(tokens, 2, dtype=torch.int64))
-        assert found.rows_RD.shape == (2 * tokens, hidden) and sum(found.layout.rows_per_expert) == 2 * tokens
-        y_TD = d.combine(found.rows_RD, weights_TK, found.layout)
+        assert found.rows_RD.shape == (2 * tokens, hidden) and sum(found.handle.rows_per_expert) == 2 * tokens
+        y_TD = d.combine(found.rows_RD, weights_TK, found.handle)
         y_TD.sum().backward()
         assert y_TD.shape == (tokens, hidden)
         assert x_TD.grad is not None and x_TD.grad.shape == (tokens, hidden)

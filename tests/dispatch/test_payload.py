@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_comm.dispatch import DispatchOptions, Payload, Payloads
+from moe_comm.dispatch import DispatchOptions, WireDtype, WireDtypes
 from moe_comm.dispatch.choice import GroupFacts, Traffic, choose
 from moe_comm.dispatch.group_scales import Groups, decode_groups, encode_groups, rounded_in_groups
-from moe_comm.dispatch.payload import PayloadName, bytes_per_row, decode, encode, pack, rounded, unpack
+from moe_comm.dispatch.wire_dtype import WireDtypeName, bytes_per_row, decode, encode, pack, rounded, unpack
 from moe_comm.errors import ConfigError, InputError
 from tests.dispatch import cases, workers
 from tests.train.common import config_of
 
-NAMES = [name for name in get_args(PayloadName) if "group" not in name]
+NAMES = [name for name in get_args(WireDtypeName) if "group" not in name]
 FP8 = [name for name in NAMES if name.startswith("fp8")]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -31,13 +31,13 @@ def wild(num_rows: int, hidden: int, dtype: torch.dtype, seed: int = 0) -> Tenso
     return (x_RD * size * 10 ** torch.linspace(-1, 1, num_rows, dtype=torch.float64)[:, None]).to(dtype)
 
 
-def scales_of(x_RD: Tensor, payload: Payload) -> Tensor:
+def scales_of(x_RD: Tensor, wire_dtype: WireDtype) -> Tensor:
     """[R, D] float64 scale of each element, from the definition."""
-    block = x_RD.shape[1] if payload.scales == "token" else 128
+    block = x_RD.shape[1] if wire_dtype.scales == "token" else 128
     parts = []
     for part_RB in x_RD.double().split(block, dim=1):
         scale_R = (part_RB.abs().amax(1, keepdim=True).float() / 448).double().clamp(min=2.0**-126)
-        parts.append((2 ** scale_R.log2().ceil() if payload.power_of_two else scale_R).expand_as(part_RB))
+        parts.append((2 ** scale_R.log2().ceil() if wire_dtype.power_of_two else scale_R).expand_as(part_RB))
     return torch.cat(parts, dim=1)
 
 
@@ -61,11 +61,11 @@ def test_the_grid_of_e4m3_is_the_one_of_torch() -> None:
 @pytest.mark.parametrize("name", FP8)
 def test_fp8_errs_by_half_a_step_of_e4m3_at_most(name: str, dtype: torch.dtype, hidden: int) -> None:
     """2^-4 of the value, or 2^-10 of the scale where e4m3 is subnormal; beside that only the result's own rounding."""
-    payload = Payload.named(name)
+    wire_dtype = WireDtype.named(name)
     x_RD = wild(23, hidden, dtype, hidden)
-    found_RD = rounded(x_RD, payload)
+    found_RD = rounded(x_RD, wire_dtype)
     assert found_RD.dtype == dtype and found_RD.shape == x_RD.shape
-    x, scale = x_RD.double(), scales_of(x_RD, payload)
+    x, scale = x_RD.double(), scales_of(x_RD, wire_dtype)
     step = torch.maximum(x.abs() * 2.0**-4, scale * 2.0**-10) * (1 + 2.0**-20)
     info = torch.finfo(dtype)
     own = info.eps / 2 * x.abs() * 1.07 + info.smallest_normal * info.eps
@@ -76,28 +76,30 @@ def test_fp8_errs_by_half_a_step_of_e4m3_at_most(name: str, dtype: torch.dtype, 
 
 @pytest.mark.parametrize("name", [name for name in FP8 if name.endswith("pow2")])
 def test_fp8_takes_the_nearest_value_of_the_grid(name: str) -> None:
-    payload = Payload.named(name)
+    wire_dtype = WireDtype.named(name)
     x_RD = wild(11, 300, torch.float32)
-    scale_RD = scales_of(x_RD, payload)
-    found_RD = rounded(x_RD, payload).double()
+    scale_RD = scales_of(x_RD, wire_dtype)
+    found_RD = rounded(x_RD, wire_dtype).double()
     distance_RDG = ((x_RD.double() / scale_RD).abs().unsqueeze(2) - E4M3_GRID).abs()
     nearest_RD = distance_RDG.amin(2)
     assert torch.equal(((found_RD - x_RD.double()) / scale_RD).abs(), nearest_RD)
-    assert torch.equal(rounded(found_RD.float(), payload).double(), found_RD), "rounded once, rounded for good"
+    assert torch.equal(rounded(found_RD.float(), wire_dtype).double(), found_RD), "rounded once, rounded for good"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bf16_rounds_wide_rows_and_leaves_narrow_ones(dtype: torch.dtype) -> None:
     x_RD = wild(7, 33, dtype)
-    payload = Payload("bf16")
-    assert payload.narrows(dtype) == (dtype.itemsize > 2)
-    assert torch.equal(rounded(x_RD, payload), x_RD.to(torch.bfloat16).to(dtype) if payload.narrows(dtype) else x_RD)
+    wire_dtype = WireDtype("bf16")
+    assert wire_dtype.narrows(dtype) == (dtype.itemsize > 2)
+    assert torch.equal(
+        rounded(x_RD, wire_dtype), x_RD.to(torch.bfloat16).to(dtype) if wire_dtype.narrows(dtype) else x_RD
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
 def test_special_values_survive(name: str, dtype: torch.dtype) -> None:
-    payload = Payload.named(name)
+    wire_dtype = WireDtype.named(name)
     largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
     x_RD = torch.zeros(7, 300, dtype=dtype)
     x_RD[1] = torch.tensor(-0.0, dtype=dtype)
@@ -106,87 +108,87 @@ def test_special_values_survive(name: str, dtype: torch.dtype) -> None:
     x_RD[4, 0] = -math.inf
     x_RD[5, 7], x_RD[5, 8] = largest, -largest
     x_RD[6, 9] = torch.finfo(torch.promote_types(dtype, torch.float32)).smallest_normal / 8  # 0 or subnormal in 32 bits
-    y_RD = rounded(x_RD, payload)
+    y_RD = rounded(x_RD, wire_dtype)
     assert torch.equal(y_RD[:2], x_RD[:2]) and bool(y_RD[1].signbit().all()), "zeros keep their sign"
     for row, column in ((2, 5), (3, 299), (4, 0)):
         assert not y_RD[row, column].isfinite(), "what was not finite never becomes a number"
-        if payload.format == "fp8":
+        if wire_dtype.format == "fp8":
             assert y_RD[row, column].isnan()
-        others = [c for c in range(300) if payload.scales == "token" or c // 128 == column // 128]
-        spoilt = payload.format == "fp8"
+        others = [c for c in range(300) if wire_dtype.scales == "token" or c // 128 == column // 128]
+        spoilt = wire_dtype.format == "fp8"
         assert bool(y_RD[row, others].isnan().all() if spoilt else (y_RD[row] == 0).sum() == 299)
-    if payload.format == "fp8":
+    if wire_dtype.format == "fp8":
         assert bool(y_RD[5].isfinite().all()) and bool(((y_RD[5] - x_RD[5]).abs() <= largest / 16).all())
     assert bool(y_RD[6].isfinite().all()) and float((y_RD[6] - x_RD[6]).abs().max()) <= 2.0**-136
 
 
 def test_float64_beyond_the_range_of_a_scale_is_nan_and_not_a_number() -> None:
     x_RD = torch.tensor([[1e300, 1.0]], dtype=torch.float64)
-    assert bool(rounded(x_RD, Payload("fp8")).isnan().all())
+    assert bool(rounded(x_RD, WireDtype("fp8")).isnan().all())
 
 
 @pytest.mark.parametrize("hidden", [0, 1, 3, 33, 128, 300, 1024])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_has_the_bytes_of_the_formula(name: str, hidden: int) -> None:
-    payload = Payload.named(name)
+    wire_dtype = WireDtype.named(name)
     for dtype in DTYPES:
-        width = bytes_per_row(hidden, payload, dtype)
-        if hidden and payload.narrows(dtype):
-            scales = {"same": 0, "bf16": 0, "fp8": 1 if payload.scales == "token" else math.ceil(hidden / 128)}
+        width = bytes_per_row(hidden, wire_dtype, dtype)
+        if hidden and wire_dtype.narrows(dtype):
+            scales = {"same": 0, "bf16": 0, "fp8": 1 if wire_dtype.scales == "token" else math.ceil(hidden / 128)}
             values = 2 * hidden if name == "bf16" else math.ceil(hidden / 4) * 4
-            assert width == math.ceil((values + 4 * scales[payload.format]) / 16) * 16
+            assert width == math.ceil((values + 4 * scales[wire_dtype.format]) / 16) * 16
         else:
             assert width == hidden * dtype.itemsize
         for rows in (0, 1, 5):
             x_RD = wild(rows, hidden, dtype)
-            packed_RB = encode(x_RD, payload)
+            packed_RB = encode(x_RD, wire_dtype)
             assert packed_RB.shape == (rows, width) and packed_RB.dtype == torch.uint8
-            whole_RD = decode(packed_RB, payload, hidden, dtype)
-            assert torch.equal(unpack(pack(x_RD, payload), payload, hidden, dtype), whole_RD)
+            whole_RD = decode(packed_RB, wire_dtype, hidden, dtype)
+            assert torch.equal(unpack(pack(x_RD, wire_dtype), wire_dtype, hidden, dtype), whole_RD)
             if rows:  # each row alone, in another order
-                assert torch.equal(decode(packed_RB.flip(0), payload, hidden, dtype), whole_RD.flip(0))
+                assert torch.equal(decode(packed_RB.flip(0), wire_dtype, hidden, dtype), whole_RD.flip(0))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_strides_do_not_matter_and_padding_is_not_garbage(name: str) -> None:
-    payload = Payload.named(name)
+    wire_dtype = WireDtype.named(name)
     x_RD = wild(5, 33, torch.float32)
     with workers.poisoned():
-        packed_RB = encode(x_RD, payload)
-        assert torch.equal(encode(cases.strided(x_RD), payload), packed_RB)
-        assert torch.equal(encode(x_RD, payload), packed_RB)
+        packed_RB = encode(x_RD, wire_dtype)
+        assert torch.equal(encode(cases.strided(x_RD), wire_dtype), packed_RB)
+        assert torch.equal(encode(x_RD, wire_dtype), packed_RB)
 
 
 def test_what_cannot_be_coded_is_refused() -> None:
     with pytest.raises(InputError, match=r"floating-point rows \[R, D\]; got \(4,\)"):
-        encode(torch.zeros(4), Payload("fp8"))
+        encode(torch.zeros(4), WireDtype("fp8"))
     with pytest.raises(InputError, match="int64"):
-        encode(torch.zeros(4, 4, dtype=torch.int64), Payload("fp8"))
+        encode(torch.zeros(4, 4, dtype=torch.int64), WireDtype("fp8"))
     with pytest.raises(InputError, match=r"rows of 144 bytes; got \(2, 128\)"):
-        decode(torch.zeros(2, 128, dtype=torch.uint8), Payload("fp8"), 128, torch.float32)
+        decode(torch.zeros(2, 128, dtype=torch.uint8), WireDtype("fp8"), 128, torch.float32)
 
 
 def test_names_and_choices_are_strict() -> None:
-    assert [Payload.named(name).name for name in get_args(PayloadName)] == list(get_args(PayloadName))
-    assert Payloads(dispatch="fp8_token").dispatch == Payload("fp8", "token")
-    assert Payloads(combine=Payload("bf16")) == Payloads(combine="bf16")
+    assert [WireDtype.named(name).name for name in get_args(WireDtypeName)] == list(get_args(WireDtypeName))
+    assert WireDtypes(dispatch="fp8_token").dispatch == WireDtype("fp8", "token")
+    assert WireDtypes(combine=WireDtype("bf16")) == WireDtypes(combine="bf16")
     with pytest.raises(ConfigError, match="unknown payload 'fp4'; known: same, bf16, fp8_token"):
-        Payloads(combine="fp4")  # type: ignore[arg-type]
+        WireDtypes(combine="fp4")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="payload of dispatch must be"):
-        Payloads(dispatch=8)  # type: ignore[arg-type]
+        WireDtypes(dispatch=8)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="got 'int8'"):
-        Payload("int8")  # type: ignore[arg-type]
+        WireDtype("int8")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="only fp8 has scales"):
-        Payload("bf16", power_of_two=True)
+        WireDtype("bf16", power_of_two=True)
     with pytest.raises(ConfigError, match=r"per group of rows are for gradients.*; combine takes fp8_token"):
-        Payloads(combine="fp8_group")
+        WireDtypes(combine="fp8_group")
     with pytest.raises(ConfigError, match="bits depend on the number of ranks; use fp8_block"):
-        DispatchOptions(payloads=Payloads(dispatch_backward="fp8_group"))
+        DispatchOptions(wire_dtypes=WireDtypes(dispatch_backward="fp8_group"))
     with pytest.raises(ConfigError, match="not in the rows"):
-        encode(torch.zeros(2, 2), Payload("fp8", "group"))
-    with pytest.raises(ConfigError, match="payloads must be a Payloads"):
-        DispatchOptions(payloads="fp8_block")  # type: ignore[arg-type]
-    assert config_of(["payload.dispatch=fp8_block"]).payload.payloads() == Payloads("fp8_block")
+        encode(torch.zeros(2, 2), WireDtype("fp8", "group"))
+    with pytest.raises(ConfigError, match="wire_dtypes must be a WireDtypes"):
+        DispatchOptions(wire_dtypes="fp8_block")  # type: ignore[arg-type]
+    assert config_of(["payload.dispatch=fp8_block"]).wire_dtype.wire_dtypes() == WireDtypes("fp8_block")
     with pytest.raises(ConfigError, match=r"payload\.combine"):
         config_of(["payload.combine=fp16"])
 
@@ -194,8 +196,8 @@ def test_names_and_choices_are_strict() -> None:
 def test_auto_weighs_the_bytes_of_the_payloads() -> None:
     hosts = GroupFacts(world=4, hosts=2, native=True, device="cpu", transport="gloo")
     plain, narrow = (
-        {c.backend: c.wire_bytes for c in choose(hosts, Traffic(8, 1024, 4, payloads=payloads)).candidates}
-        for payloads in (Payloads(), Payloads("fp8_block", "bf16"))
+        {c.backend: c.wire_bytes for c in choose(hosts, Traffic(8, 1024, 4, wire_dtypes=wire_dtypes)).candidates}
+        for wire_dtypes in (WireDtypes(), WireDtypes("fp8_block", "bf16"))
     )
     assert plain["all_to_all"] == 8 * 3 / 4 * 2 * 4096 and narrow["all_to_all"] == 8 * 3 / 4 * (1056 + 2048)
     assert narrow["all_gather"] == 3 * 1056 + 8 * 3 / 4 * 2048
@@ -213,10 +215,10 @@ def test_groups_are_at_most_128_rows_of_one_block_and_go_with_its_rank() -> None
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("power", [False, True])
 def test_scales_of_groups_keep_the_bound_in_every_channel(power: bool, dtype: torch.dtype) -> None:
-    payload = Payload("fp8", "group", power)
+    wire_dtype = WireDtype("fp8", "group", power)
     x_RD = wild(263, 33, dtype)
     groups = Groups.of(np.array([130, 5, 0, 128]), (0, 4), torch.device("cpu"))
-    packed_RX, scale_GD = encode_groups(x_RD, groups, payload)
+    packed_RX, scale_GD = encode_groups(x_RD, groups, wire_dtype)
     assert packed_RX.nbytes == 263 * 48 and scale_GD.nbytes == 4 * 33 * 4
     found_RD = decode_groups(packed_RX, scale_GD, groups, dtype)
     assert found_RD.dtype == dtype
@@ -231,12 +233,12 @@ def test_scales_of_groups_keep_the_bound_in_every_channel(power: bool, dtype: to
 
 def test_what_is_not_finite_stays_with_its_token_in_a_group() -> None:
     x_RD = wild(140, 9, torch.float32)
-    clean_RD = rounded_in_groups(x_RD, Payload("fp8", "group"))
-    assert torch.equal(rounded_in_groups(x_RD[:0], Payload("fp8", "group")), x_RD[:0])
+    clean_RD = rounded_in_groups(x_RD, WireDtype("fp8", "group"))
+    assert torch.equal(rounded_in_groups(x_RD[:0], WireDtype("fp8", "group")), x_RD[:0])
     quiet = x_RD[:128, 4].abs().argsort()[0]  # not the one that sets the scale
     for value in (math.nan, math.inf, -math.inf):
         x_RD[quiet, 4] = value
-        found_RD = rounded_in_groups(x_RD, Payload("fp8", "group"))
+        found_RD = rounded_in_groups(x_RD, WireDtype("fp8", "group"))
         assert bool(found_RD[quiet, 4].isnan())
         found_RD[quiet, 4] = clean_RD[quiet, 4]
         assert torch.equal(found_RD, clean_RD)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_comm.comm.channel import Channel
-from moe_comm.dispatch import DispatchOptions, Payloads, make_dispatcher
-from moe_comm.dispatch.payload import bytes_per_row
+from moe_comm.dispatch import DispatchOptions, WireDtypes, make_dispatcher
+from moe_comm.dispatch.wire_dtype import bytes_per_row
 from moe_comm.layers.check.gradients import check_grads
 from moe_comm.layers.moe.layer import MoEConfig, MoELayer
 from moe_comm.layers.moe.router import RouterConfig
@@ -22,8 +22,8 @@ from tests.dispatch.cases import Case
 from tests.dispatch.workers import Job, Result, Told, caught
 from tests.train.common import train, write_text
 
-MIXED = Payloads("fp8_block_pow2", "bf16", "bf16", "fp8_token")
-ALL_FP8 = Payloads("fp8_block", "fp8_block", "fp8_token", "fp8_block_pow2")
+MIXED = WireDtypes("fp8_block_pow2", "bf16", "bf16", "fp8_token")
+ALL_FP8 = WireDtypes("fp8_block", "fp8_block", "fp8_token", "fp8_block_pow2")
 GRADIENTS = 2 * 2.0**-4
 """Of the largest: a value on its way through a layer is rounded twice forward and twice backward, but in sums."""
 
@@ -52,16 +52,16 @@ def run_cases(rank: int, world: int, job: Job) -> list[Result]:
 
 @pytest.mark.parametrize("backend", ["all_to_all", "all_gather", "shared_memory"])
 @pytest.mark.parametrize(
-    ("payloads", "world"), [(MIXED, 2), (ALL_FP8, 2), (ALL_FP8, 4)], ids=["mixed-2", "fp8-2", "fp8-4"]
+    ("wire_dtypes", "world"), [(MIXED, 2), (ALL_FP8, 2), (ALL_FP8, 4)], ids=["mixed-2", "fp8-2", "fp8-4"]
 )
-def test_same_bits_as_one_rank_with_payloads(payloads: Payloads, backend: str, world: int, pools: Any) -> None:
+def test_same_bits_as_one_rank_with_payloads(wire_dtypes: WireDtypes, backend: str, world: int, pools: Any) -> None:
     """Rows, output and every gradient, whatever carries them; a NaN of an earlier call leaves no trace."""
     if backend == "shared_memory":
         pytest.importorskip("moe_comm._C", reason="the native core is not built")
-    ranks = pools[world].run(run_cases, Job(backend, payloads=payloads), timeout=120)
+    ranks = pools[world].run(run_cases, Job(backend, wire_dtypes=wire_dtypes), timeout=120)
     changed = 0
     for case, of_ranks in zip(CASES, zip(*ranks, strict=True), strict=True):
-        whole = workers.run_case(case, Job("plain", payloads=payloads), None, 0, 1)
+        whole = workers.run_case(case, Job("plain", wire_dtypes=wire_dtypes), None, 0, 1)
         for field in ("rows_RD", "y_TD", "x_grad_TD", "weights_grad_TK", "experts_grad"):
             parts, one = [getattr(r, field) for r in of_ranks], getattr(whole, field)
             assert one is None or torch.equal(torch.cat(parts), one), (case.name, field)
@@ -70,15 +70,15 @@ def test_same_bits_as_one_rank_with_payloads(payloads: Payloads, backend: str, w
     assert changed >= len(CASES) - 3, "payloads do round"
 
 
-def partial_sums(rank: int, world: int, payloads: Payloads) -> Tensor:
+def partial_sums(rank: int, world: int, wire_dtypes: WireDtypes) -> Tensor:
     """Output of ``all_gather`` where it need not be deterministic."""
     case = cases.BY_NAME["plain"]
-    job = Job("all_gather", deterministic=False, payloads=payloads)
+    job = Job("all_gather", deterministic=False, wire_dtypes=wire_dtypes)
     return workers.run_case(case, job, dist.group.WORLD, rank, world).y_TD
 
 
 def test_a_combine_with_a_payload_sends_rows_even_where_partial_sums_are_allowed(pools: Any) -> None:
-    whole = workers.run_case(cases.BY_NAME["plain"], Job("plain", payloads=ALL_FP8), None, 0, 1)
+    whole = workers.run_case(cases.BY_NAME["plain"], Job("plain", wire_dtypes=ALL_FP8), None, 0, 1)
     assert torch.equal(torch.cat(pools[2].run(partial_sums, ALL_FP8)), whole.y_TD)
 
 
@@ -99,35 +99,35 @@ def count_on(dispatcher: Any) -> dict[str, int]:
     """Bytes of rows that ``dispatcher`` sends from now on, by operation."""
     sent: dict[str, int] = {}
 
-    def counted(tensor: Tensor, doing: str) -> None:
-        op = doing.split(" (")[0]
+    def counted(tensor: Tensor, description: str) -> None:
+        op = description.split(" (")[0]
         wide = tensor.dim() == 2 and tensor.shape[1] > 3  # neither ids nor weights
         sent[op] = sent.get(op, 0) + (tensor.nbytes if wide else 0)
 
     class Counting(Channel):
-        def all_to_all(self, rows: Tensor, send: Any, receive: Any, doing: str) -> Tensor:
-            counted(rows, doing)
-            return super().all_to_all(rows, send, receive, doing)
+        def all_to_all(self, rows: Tensor, send: Any, receive: Any, description: str) -> Tensor:
+            counted(rows, description)
+            return super().all_to_all(rows, send, receive, description)
 
-        def all_gather(self, tensor: Tensor, doing: str) -> Tensor:
-            counted(tensor, doing)
-            return super().all_gather(tensor, doing)
+        def all_gather(self, tensor: Tensor, description: str) -> Tensor:
+            counted(tensor, description)
+            return super().all_gather(tensor, description)
 
     dispatcher.channel.__class__ = Counting
     return sent
 
 
 @pytest.mark.parametrize("backend", ["all_to_all", "all_gather"])
-@pytest.mark.parametrize("payloads", [Payloads(), MIXED, ALL_FP8], ids=["same", "mixed", "fp8"])
-def test_the_bytes_on_the_wire_are_those_of_the_formula(payloads: Payloads, backend: str, pools: Any) -> None:
-    for sent, slots, rows, longest in pools[2].run(count_bytes, Job(backend, payloads=payloads)):
+@pytest.mark.parametrize("wire_dtypes", [WireDtypes(), MIXED, ALL_FP8], ids=["same", "mixed", "fp8"])
+def test_the_bytes_on_the_wire_are_those_of_the_formula(wire_dtypes: WireDtypes, backend: str, pools: Any) -> None:
+    for sent, slots, rows, longest in pools[2].run(count_bytes, Job(backend, wire_dtypes=wire_dtypes)):
         leaving = longest if backend == "all_gather" else slots
         number = {"dispatch": leaving, "combine": rows, "dispatch backward": rows, "combine backward": leaving}
-        expected = {op: n * bytes_per_row(300, payloads.of(op), torch.float32) for op, n in number.items()}
+        expected = {op: n * bytes_per_row(300, wire_dtypes.of(op), torch.float32) for op, n in number.items()}
         assert sent == expected
 
 
-GROUPED = Payloads(dispatch_backward="fp8_group_pow2", combine_backward="fp8_group_pow2")
+GROUPED = WireDtypes(dispatch_backward="fp8_group_pow2", combine_backward="fp8_group_pow2")
 
 
 def with_groups(rank: int, world: int, how: tuple[str, int, bool]) -> tuple[bool, dict[str, int], dict[str, int]]:
@@ -148,9 +148,9 @@ def with_groups(rank: int, world: int, how: tuple[str, int, bool]) -> tuple[bool
     )
     part = batch.part(case, rank, world)
     found, sent = [], {}
-    for payloads in (Payloads(), GROUPED):
+    for wire_dtypes in (WireDtypes(), GROUPED):
         dispatcher = workers.build(
-            case, dist.group.WORLD, Job(backend, deterministic=False, payloads=payloads), rank, world
+            case, dist.group.WORLD, Job(backend, deterministic=False, wire_dtypes=wire_dtypes), rank, world
         )
         sent = count_on(dispatcher) if hasattr(dispatcher, "channel") else {}
         own = dispatcher.local_experts
@@ -185,19 +185,21 @@ def test_scales_of_groups_find_their_rows(backend: str, world: int, weights_grad
 
 
 def disagree(rank: int, world: int, backend: str) -> Told:
-    payloads = Payloads("fp8_block" if rank else "same")
-    return caught(lambda: make_dispatcher(4, dist.group.WORLD, backend, options=DispatchOptions(30, payloads=payloads)))
+    wire_dtypes = WireDtypes("fp8_block" if rank else "same")
+    return caught(
+        lambda: make_dispatcher(4, dist.group.WORLD, backend, options=DispatchOptions(30, wire_dtypes=wire_dtypes))
+    )
 
 
 @pytest.mark.parametrize("backend", ["auto", "all_to_all", "shared_memory"])
 def test_ranks_that_choose_different_payloads_are_told(backend: str, pools: Any) -> None:
     for kind, text in pools[2].run(disagree, backend):
-        assert kind == "RankMismatch" and "payloads" in text
+        assert kind == "RankMismatch" and "wire_dtypes" in text
 
 
-def gradients(rank: int, world: int, payloads: Payloads) -> tuple[bool, str, float]:
+def gradients(rank: int, world: int, wire_dtypes: WireDtypes) -> tuple[bool, str, float]:
     config = MoEConfig(160, 32, RouterConfig(8, 2))
-    options = DispatchOptions(payloads=payloads)
+    options = DispatchOptions(wire_dtypes=wire_dtypes)
     layer = MoELayer.build(config, dist.group.WORLD, "all_to_all", seed=0, options=options)
     try:
         report = check_grads(layer, tokens=11, tolerance=GRADIENTS, cases=("unequal tokens", "dropped slots"))
@@ -227,8 +229,8 @@ def test_training_with_fp8_payloads_ends_at_the_same_loss_but_for_noise(tmp_path
     settings = [*write_text(tmp_path), *LEARNING]
     plain = train(0, 1, settings)
     assert plain.losses[-1] < 0.8 * plain.losses[0], "it learns"
-    for backend, payloads in {"all_to_all": DEEPSEEK, "auto": EVERYWHERE}.items():
-        for found in pools[2].run(train, [*settings, *payloads, f"parallel.backend={backend}"], timeout=120):
+    for backend, wire_dtypes in {"all_to_all": DEEPSEEK, "auto": EVERYWHERE}.items():
+        for found in pools[2].run(train, [*settings, *wire_dtypes, f"parallel.backend={backend}"], timeout=120):
             assert found.status == plain.status
             assert found.losses[-1] != pytest.approx(plain.losses[-1], rel=1e-5), "the payloads are used"
             assert sum(found.losses[-5:]) == pytest.approx(sum(plain.losses[-5:]), rel=NOISE)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_comm.dispatch import DispatchOptions, Payloads, make_dispatcher
+from moe_comm.dispatch import DispatchOptions, WireDtypes, make_dispatcher
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
 from moe_comm.dispatch.peer_to_peer.dispatcher import PeerToPeerDispatcher
 from moe_comm.errors import ConfigError, InputError, PeerTimeout
@@ -76,8 +76,8 @@ def several(rank: int, world: int, job: Job) -> list[tuple[str, bool]]:
         replace(JOB, peers=replace(PEERS, relay=True)),
         replace(JOB, peers=replace(PEERS, num_blocks=1)),
         replace(JOB, peers=replace(PEERS, num_blocks=1000)),
-        replace(JOB, payloads=Payloads("fp8_block", "fp8_token", "fp8_block", "fp8_block")),
-        replace(JOB, payloads=Payloads("fp8_token_pow2", "bf16"), peers=replace(PEERS, relay=True)),
+        replace(JOB, wire_dtypes=WireDtypes("fp8_block", "fp8_token", "fp8_block", "fp8_block")),
+        replace(JOB, wire_dtypes=WireDtypes("fp8_token_pow2", "bf16"), peers=replace(PEERS, relay=True)),
     ],
     ids=["relay", "one block", "a block a token", "fp8", "fp8, relay"],
 )
@@ -113,9 +113,9 @@ def no_room(rank: int, world: int, job: Job) -> tuple[Told, Told, bool]:
         heap = dispatcher.memory.turns.heap  # type: ignore[attr-defined]
         hold.append(heap.allocate(heap.room()))
     weights_TK = torch.ones(1, 1, device=job.device)
-    combine = caught(lambda: dispatcher.combine(found.rows_RD.clone(), weights_TK, found.layout))
+    combine = caught(lambda: dispatcher.combine(found.rows_RD.clone(), weights_TK, found.handle))
     hold.clear()
-    y_TD = dispatcher.combine(found.rows_RD.clone(), weights_TK, found.layout)
+    y_TD = dispatcher.combine(found.rows_RD.clone(), weights_TK, found.handle)
     return full, combine, torch.equal(y_TD, x_TD[:1])
 
 
@@ -160,12 +160,12 @@ def fixed(rank: int, world: int, job: Job) -> tuple[bool, bool, int, int]:
         x, w = x_TD.clone().requires_grad_(), weights_TK.clone().requires_grad_()
         if capacity:
             sent = dispatcher.dispatch_fixed(x, ids_TK)
-            rows, layout, ends = sent.rows_CD, sent.layout, sent.ends_E.tolist()
+            rows, handle, ends = sent.rows_CD, sent.handle, sent.ends_E.tolist()
         else:
             found = dispatcher.dispatch(x, ids_TK)
-            rows, layout = found.rows_RD, found.layout
-            ends = torch.tensor(layout.rows_per_expert).cumsum(0).tolist()
-        y_TD = dispatcher.combine(rows * 2, w, layout)
+            rows, handle = found.rows_RD, found.handle
+            ends = torch.tensor(handle.rows_per_expert).cumsum(0).tolist()
+        y_TD = dispatcher.combine(rows * 2, w, handle)
         y_TD.backward(torch.ones_like(y_TD))
         assert x.grad is not None and w.grad is not None
         return [y_TD.detach(), x.grad, w.grad, rows.detach()[: ends[-1]].clone(), x.new_tensor(ends)]
@@ -173,7 +173,7 @@ def fixed(rank: int, world: int, job: Job) -> tuple[bool, bool, int, int]:
     enough = all(map(torch.equal, run(True), run(False)))
     # Six tokens a rank, all to the last expert: 24 rows for 16 places.
     sent = dispatcher.dispatch_fixed(x_TD, torch.full((6, 1), 7, device=job.device))
-    y_TD = dispatcher.combine(sent.rows_CD, torch.ones(6, 1, device=job.device), sent.layout)
+    y_TD = dispatcher.combine(sent.rows_CD, torch.ones(6, 1, device=job.device), sent.handle)
     kept = max(0, min(6, 16 - 6 * rank))
     dropped_are_zero = torch.equal(y_TD[:kept], x_TD[:kept]) and not bool(y_TD[kept:].any())
     return enough, dropped_are_zero, dispatcher.overflow, sent.ends_E[-1].item()  # type: ignore[return-value]
@@ -208,7 +208,7 @@ def few(rank: int, world: int, job: Job) -> tuple[bool, Told, Told]:
         weights_TK = torch.rand(tokens, 3, generator=g)
         x_TD, ids_TK, weights_TK = (t.to(job.device) for t in (x_TD, ids_TK, weights_TK))
         expected = dispatcher.dispatch(x_TD, ids_TK)
-        y_TD = dispatcher.combine(expected.rows_RD * 2, weights_TK, expected.layout)
+        y_TD = dispatcher.combine(expected.rows_RD * 2, weights_TK, expected.handle)
         sent = dispatcher.low_latency_dispatch(x_TD, ids_TK, 4)
         rows_LND, counts_LW = sent.receive()
         rows = [rows_LND[e, 4 * w :][: counts_LW[e, w]] for e in range(len(counts_LW)) for w in range(world)]
@@ -224,9 +224,9 @@ def few(rank: int, world: int, job: Job) -> tuple[bool, Told, Told]:
     return good, many, between
 
 
-@pytest.mark.parametrize("payload", ["same", "fp8_block"])
-def test_few_rows_have_the_bits_of_dispatch_and_combine(payload: Any, pool: RankPool) -> None:
-    for good, many, between in pool.run(few, replace(JOB, payloads=Payloads(dispatch=payload))):
+@pytest.mark.parametrize("wire_dtype", ["same", "fp8_block"])
+def test_few_rows_have_the_bits_of_dispatch_and_combine(wire_dtype: Any, pool: RankPool) -> None:
+    for good, many, between in pool.run(few, replace(JOB, wire_dtypes=WireDtypes(dispatch=wire_dtype))):
         assert good
         assert many[0] == "InputError" and "5 tokens" in many[1]
         assert between[0] == "ConfigError" and "low_latency_combine" in between[1]
@@ -258,7 +258,7 @@ def test_launches_of_a_step_with_their_grids_and_words() -> None:
     x_TD = torch.zeros(2, 12, dtype=torch.bfloat16)[:, :6].requires_grad_()
     ids_TK, weights_TK = torch.tensor([[0, 0], [0, 1]]), torch.ones(2, 2, requires_grad=True)
     sent = dispatcher.dispatch(x_TD, ids_TK)
-    assert sent.layout.rows_per_expert == (3, 1) and sent.rows_RD.shape == (4, 6)
+    assert sent.handle.rows_per_expert == (3, 1) and sent.rows_RD.shape == (4, 6)
     seen = launcher.launches
     assert [launch.kernel for launch in seen] == ["count", "meet", "meet", "push", "arrive", "fan_out"]
     assert [launch.grid for launch in seen] == [2, 1, 1, 2, 1, 2]
@@ -275,7 +275,7 @@ def test_launches_of_a_step_with_their_grids_and_words() -> None:
     assert push["timeout_ns"] == 300 * 10**9
 
     seen.clear()
-    y_TD = dispatcher.combine(sent.rows_RD, weights_TK, sent.layout)
+    y_TD = dispatcher.combine(sent.rows_RD, weights_TK, sent.handle)
     y_TD.sum().backward()
     assert [launch.kernel for launch in seen] == [
         "meet",
@@ -305,7 +305,7 @@ def test_launches_without_the_host_and_of_few_rows() -> None:
     assert [launch.kernel for launch in seen] == ["count", "meet", "push", "arrive"], "one turn"
     assert seen[1].words["offer_4"] == 9 and seen[1].words["with_counts"] == 1
     assert seen[2].words["offers_at"] == seen[1].words["offers_at"] and sent.rows_CD.shape == (9, 6)
-    assert sent.ends_E.dtype == torch.int32 and sent.layout.num_rows == 9
+    assert sent.ends_E.dtype == torch.int32 and sent.handle.num_rows == 9
 
     for again in range(2):
         seen.clear()

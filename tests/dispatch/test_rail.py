@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_comm.comm.channel import Coming
+from moe_comm.comm.channel import PendingTensor
 from moe_comm.dispatch.hierarchical.rail import Arriving, Pieces, joined
 from moe_comm.errors import ConfigError
 
@@ -33,7 +33,7 @@ def arriving(rows_ND: Tensor, cuts: list[int], own: range) -> Arriving:
     edges = sorted({0, len(rows_ND), own.start, own.stop, *cuts})
     spans = [range(a, b) for a, b in pairwise(edges) if not own.start <= a < own.stop][::-1]
     pieces = [spans[i : i + 2] for i in range(0, len(spans), 2)]
-    return Arriving(len(rows_ND), own, tuple((piece, Coming.here(joined(rows_ND, piece))) for piece in pieces))
+    return Arriving(len(rows_ND), own, tuple((piece, PendingTensor.here(joined(rows_ND, piece))) for piece in pieces))
 
 
 @given(st.data())

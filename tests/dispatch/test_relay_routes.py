@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_comm.dispatch import Payloads
+from moe_comm.dispatch import WireDtypes
 from moe_comm.dispatch.hierarchical.relay_routes import (
     ELSEWHERE,
     NOWHERE,
@@ -21,7 +21,7 @@ from moe_comm.dispatch.hierarchical.relay_routes import (
     units,
     way_back,
 )
-from moe_comm.dispatch.payload import bytes_per_row
+from moe_comm.dispatch.wire_dtype import bytes_per_row
 from moe_comm.errors import ConfigError
 from moe_comm.topology import ExpertPlacement
 from tests.dispatch.workers import two_hosts
@@ -120,12 +120,12 @@ def test_a_relay_sends_home_slots_or_a_first_run_or_one_sum(
 
 
 def test_only_sums_as_wide_as_the_whole_have_its_bits() -> None:
-    same = Payloads()
+    same = WireDtypes()
     assert way_back(True, torch.float32, same) == way_back(True, torch.float64, same) == "runs"
     assert way_back(True, torch.bfloat16, same) == way_back(True, torch.float16, same) == "slots"
-    assert way_back(True, torch.float32, Payloads(combine="bf16")) == "slots"
-    assert way_back(True, torch.float32, Payloads(dispatch_backward="bf16")) == "slots"
-    assert way_back(True, torch.float32, Payloads("fp8_token", combine_backward="bf16")) == "runs"
+    assert way_back(True, torch.float32, WireDtypes(combine="bf16")) == "slots"
+    assert way_back(True, torch.float32, WireDtypes(dispatch_backward="bf16")) == "slots"
+    assert way_back(True, torch.float32, WireDtypes("fp8_token", combine_backward="bf16")) == "runs"
     assert way_back(False, torch.float32, same) == way_back(False, torch.bfloat16, same) == "sums"
 
 
@@ -154,7 +154,7 @@ def test_rows_stand_by_source_rank(hosts: int, per_host: int, experts: int, data
 def test_a_token_crosses_once_however_many_of_its_experts_are_there() -> None:
     """4 ranks of 10 tokens with 8 slots, of which each host has 4: in turns, or those of host 0 first."""
     turns, first = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7]), torch.arange(8)
-    row = bytes_per_row(16, Payloads().of("dispatch"), torch.float32)
+    row = bytes_per_row(16, WireDtypes().of("dispatch"), torch.float32)
     for ids_K, deterministic, back in ((turns, True, 4), (first, True, (4 + 1) / 2), (first, False, 1)):
         formula = inter_host_bytes(
             [ids_K.repeat(10, 1)] * 4,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moe_comm.dispatch import Dispatcher, DispatchOptions, Layout, Payloads, make_dispatcher
+from moe_comm.dispatch import Dispatcher, DispatchHandle, DispatchOptions, WireDtypes, make_dispatcher
 from moe_comm.dispatch.backends.local import LocalDispatcher
 from moe_comm.dispatch.hierarchical.dispatcher import HierarchicalDispatcher
 from moe_comm.dispatch.peer_options import PeerToPeerOptions
@@ -34,7 +34,7 @@ class Job:
     checked: bool = True
     deterministic: bool = True
     how: str = ""
-    payloads: Payloads = Payloads()  # noqa: RUF009 - frozen
+    wire_dtypes: WireDtypes = WireDtypes()  # noqa: RUF009 - frozen
     peers: PeerToPeerOptions = PeerToPeerOptions()  # noqa: RUF009
     checksums: bool = False
 
@@ -43,7 +43,9 @@ class Job:
         peers = self.peers
         if self.backend == "peer_to_peer":
             peers = replace(peers, emulate=self.device == "cpu", heap_bytes=peers.heap_bytes or 1 << 20)
-        return DispatchOptions(self.timeout_s, self.deterministic, self.checked, self.payloads, peers, self.checksums)
+        return DispatchOptions(
+            self.timeout_s, self.deterministic, self.checked, self.wire_dtypes, peers, self.checksums
+        )
 
 
 @dataclass(frozen=True)
@@ -106,17 +108,17 @@ def layer(dispatcher: Dispatcher, case: Case, part: Batch, experts: Tensor) -> R
             view = cases.strided(x_TD.detach())
             x_TD = x_TD.as_strided(x_TD.shape, x_TD.stride()) if view.numel() == 0 else _Restride.apply(x_TD)
             ids = cases.strided(ids)
-        rows, layout = (d := dispatcher.dispatch(x_TD, ids, label=case.name)).rows_RD, d.layout
-        seen.append((rows.detach().clone(), layout))
-        out = run_experts(rows, layout.rows_per_expert, experts)
-        return dispatcher.combine(out, weights_TK, layout)
+        rows, handle = (d := dispatcher.dispatch(x_TD, ids, label=case.name)).rows_RD, d.handle
+        seen.append((rows.detach().clone(), handle))
+        out = run_experts(rows, handle.rows_per_expert, experts)
+        return dispatcher.combine(out, weights_TK, handle)
 
     if case.checkpoint:
         y_TD = checkpoint(forward, x_TD, weights_TK, use_reentrant=case.checkpoint == "reentrant")
     else:
         y_TD = forward(x_TD, weights_TK)
     y_TD.backward(cases.strided(part.grad_TD) if case.strided else part.grad_TD)
-    rows_RD, layout = seen[-1]
+    rows_RD, handle = seen[-1]
     assert x_TD.grad is not None
     grad_TK = weights_TK.grad
     assert experts.grad is not None or not len(experts) or case.checkpoint
@@ -127,8 +129,8 @@ def layer(dispatcher: Dispatcher, case: Case, part: Batch, experts: Tensor) -> R
         None if grad_TK is None else grad_TK.cpu(),
         grad.cpu(),
         rows_RD.cpu(),
-        layout.rows_per_expert,
-        layout.num_dropped,
+        handle.rows_per_expert,
+        handle.num_dropped,
     )
 
 
@@ -177,7 +179,7 @@ def run_case(case: Case, job: Job, group: Any, rank: int, world: int) -> Result:
         # Rows full of NaN first: what a backend keeps and uses again holds poison, too.
         poison = part.x_TD.detach() * float("nan")
         dispatched = dispatcher.dispatch(poison, part.ids_TK)
-        dispatcher.combine(dispatched.rows_RD, part.weights_TK, dispatched.layout)
+        dispatcher.combine(dispatched.rows_RD, part.weights_TK, dispatched.handle)
         del dispatched
         return layer(dispatcher, case, part, own)
 
@@ -213,9 +215,9 @@ def in_flight(rank: int, world: int, job: Job) -> list[bool]:
         for i, part in enumerate(parts):
             sent.append(dispatcher.dispatch(xs[i], part.ids_TK, label=str(i)))
             if not together:
-                ys[i] = dispatcher.combine(sent[i].rows_RD * 2, ws[i], sent[i].layout)
+                ys[i] = dispatcher.combine(sent[i].rows_RD * 2, ws[i], sent[i].handle)
         for i in order([0, 1]) if together else []:
-            ys[i] = dispatcher.combine(sent[i].rows_RD * 2, ws[i], sent[i].layout)
+            ys[i] = dispatcher.combine(sent[i].rows_RD * 2, ws[i], sent[i].handle)
         torch.autograd.backward([ys[0], ys[1]], [part.grad_TD for part in parts])
         return [ys[0], ys[1], *(t.grad for t in (*xs, *ws) if t.grad is not None)]
 
@@ -278,7 +280,7 @@ def _good(dispatcher: Dispatcher, job: Job, **changes: Any) -> tuple[Tensor, Ten
     return x_TD, ids_TK.to(changes.get("ids_dtype", torch.int64))
 
 
-def _dispatch_with(dispatcher: Dispatcher, job: Job, **changes: Any) -> tuple[Tensor, Layout]:
+def _dispatch_with(dispatcher: Dispatcher, job: Job, **changes: Any) -> tuple[Tensor, DispatchHandle]:
     x_TD, ids_TK = _good(dispatcher, job, **changes)
     if "bad_id" in changes:
         ids_TK[4, 1] = changes["bad_id"]
@@ -287,7 +289,7 @@ def _dispatch_with(dispatcher: Dispatcher, job: Job, **changes: Any) -> tuple[Te
     if "grad" in changes:
         x_TD.requires_grad_()
     found = dispatcher.dispatch(x_TD, ids_TK, label=changes.get("label", "moe.3"))
-    return found.rows_RD, found.layout
+    return found.rows_RD, found.handle
 
 
 INPUT_FAULTS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -321,14 +323,14 @@ def faults(rank: int, world: int, job: Job) -> dict[str, tuple[Told, bool]]:
 def order_of_calls(rank: int, world: int, job: Job) -> tuple[Told, bool]:
     """The last rank dispatches where the others combine."""
     dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
-    rows, layout = _dispatch_with(dispatcher, job)
+    rows, handle = _dispatch_with(dispatcher, job)
     weights = torch.ones(6, 2, device=job.device)
 
     def act() -> None:
         if rank == world - 1:
             _dispatch_with(dispatcher, job)
         else:
-            dispatcher.combine(rows, weights, layout)
+            dispatcher.combine(rows, weights, handle)
 
     told = caught(act)
     return told, torch.equal(rows, _dispatch_with(dispatcher, job)[0])
@@ -338,37 +340,37 @@ def order_of_combines(rank: int, world: int, job: Job) -> tuple[Told, bool]:
     """Two dispatches alike are in flight; the last rank combines the second where the others combine the first."""
     dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
     sent = [_dispatch_with(dispatcher, job) for _ in range(2)]
-    rows, layout = sent[rank == world - 1]
+    rows, handle = sent[rank == world - 1]
     weights = torch.ones(6, 2, device=job.device)
-    told = caught(lambda: dispatcher.combine(rows, weights, layout))
+    told = caught(lambda: dispatcher.combine(rows, weights, handle))
     return told, torch.equal(rows, _dispatch_with(dispatcher, job)[0])
 
 
 def combine_elsewhere(rank: int, world: int, job: Job) -> tuple[Told, bool]:
     """The last rank gives combine weights on another device."""
     dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
-    rows, layout = _dispatch_with(dispatcher, job)
+    rows, handle = _dispatch_with(dispatcher, job)
     weights = torch.ones(6, 2, device="meta" if rank == world - 1 else job.device)
-    told = caught(lambda: dispatcher.combine(rows, weights, layout))
+    told = caught(lambda: dispatcher.combine(rows, weights, handle))
     return told, torch.equal(rows, _dispatch_with(dispatcher, job)[0])
 
 
 def bad_combine(rank: int, world: int, job: Job) -> tuple[Told, bool]:
     """The last rank gives combine rows of another width."""
     dispatcher = build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world)
-    rows, layout = _dispatch_with(dispatcher, job)
+    rows, handle = _dispatch_with(dispatcher, job)
     wrong = torch.zeros(rows.shape[0], rows.shape[1] + 1, device=job.device)
     weights = torch.ones(6, 2, device=job.device)
-    told = caught(lambda: dispatcher.combine(wrong if rank == world - 1 else rows, weights, layout))
+    told = caught(lambda: dispatcher.combine(wrong if rank == world - 1 else rows, weights, handle))
     return told, torch.equal(rows, _dispatch_with(dispatcher, job)[0])
 
 
 def handle_of_another_dispatcher(rank: int, world: int, job: Job) -> tuple[Told, bool]:
     """Two dispatchers have dispatched the same; the last rank gives the first one's combine the second one's layout."""
     made = [build(cases.BY_NAME["plain"], dist.group.WORLD, job, rank, world) for _ in range(2)]
-    (rows, layout), (_, other) = [_dispatch_with(dispatcher, job) for dispatcher in made]
+    (rows, handle), (_, other) = [_dispatch_with(dispatcher, job) for dispatcher in made]
     weights = torch.ones(6, 2, device=job.device)
-    told = caught(lambda: made[0].combine(rows, weights, other if rank == world - 1 else layout))
+    told = caught(lambda: made[0].combine(rows, weights, other if rank == world - 1 else handle))
     return told, all(torch.equal(rows, _dispatch_with(dispatcher, job)[0]) for dispatcher in made)
 
 
@@ -405,7 +407,7 @@ def raises_in_between(rank: int, world: int, job: Job) -> tuple[Told, bool]:
             if last and job.how == "forward":
                 raise ZeroDivisionError("no such expert")
             rows_RD = _RaiseInBackward.apply(sent.rows_RD) if last else sent.rows_RD * 1
-        y_TD = dispatcher.combine(rows_RD, torch.ones(6, 2, device=job.device), sent.layout)
+        y_TD = dispatcher.combine(rows_RD, torch.ones(6, 2, device=job.device), sent.handle)
         with dispatcher.abort_on_error("moe.3"):
             y_TD.sum().backward()
 
@@ -435,7 +437,7 @@ def any_strides(rank: int, world: int, job: Job) -> list[str]:
                 x_TD, w_TK = (change(t).detach().requires_grad_() for t in (part.x_TD, part.weights_TK))
                 sent = dispatcher.dispatch(x_TD, part.ids_TK)
                 rows_RD = change(sent.rows_RD)
-                y_TD = dispatcher.combine(rows_RD, w_TK, sent.layout)
+                y_TD = dispatcher.combine(rows_RD, w_TK, sent.handle)
                 y_TD.backward(change(part.grad_TD))
                 found.append((sent.rows_RD, y_TD, w_TK.grad, torch.zeros(()) if x_TD.grad is None else x_TD.grad))
             if not all(map(torch.equal, *found)):
@@ -489,10 +491,10 @@ def lose_a_rank(rank: int, world: int, job: Job) -> tuple[Told, Told]:
             os.kill(os.getpid(), signal.Signals[name])
 
     if where == "backward":
-        y_TD = dispatcher.combine(found.rows_RD, weights_TK, found.layout)
+        y_TD = dispatcher.combine(found.rows_RD, weights_TK, found.handle)
         die()
         told = caught(lambda: y_TD.sum().backward())
     else:
         die()
-        told = caught(lambda: dispatcher.combine(found.rows_RD, weights_TK, found.layout))
+        told = caught(lambda: dispatcher.combine(found.rows_RD, weights_TK, found.handle))
     return told, caught(lambda: dispatcher.dispatch(x_TD, ids_TK))

@@ -107,7 +107,7 @@ def test_bad_input_is_a_typed_error_and_the_dispatcher_stays_usable(backend: str
     with pytest.raises(InputError, match="on cuda:0 but the expert ids are on cpu"):
         dispatcher.dispatch(x_TD, ids_TK.cpu())
     sent = dispatcher.dispatch(x_TD, ids_TK)
-    y_TD = dispatcher.combine(sent.rows_RD, torch.full((5, 2), 0.5, device="cuda"), sent.layout)
+    y_TD = dispatcher.combine(sent.rows_RD, torch.full((5, 2), 0.5, device="cuda"), sent.handle)
     assert torch.equal(y_TD, x_TD)
 
 

@@ -21,7 +21,7 @@ def there_and_back(arrays: ModuleType, backend: str) -> None:
     sent = dispatcher.dispatch(x, ids)
     rows_RD = arrays.from_dlpack(sent.rows_RD)
     assert [int(row[0]) for row in rows_RD] == [0, 0, 8, 4, 4, 8], "by expert"
-    y = dispatcher.combine(torch.from_dlpack(2 * rows_RD), weights, sent.layout)
+    y = dispatcher.combine(torch.from_dlpack(2 * rows_RD), weights, sent.handle)
     expected_TD = 2 * x_TD * arrays.asarray([[1.0], [2.0], [3.0]], dtype=arrays.float32)
     assert bool((arrays.from_dlpack(y) == expected_TD).all())
 

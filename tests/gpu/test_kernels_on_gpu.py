@@ -48,7 +48,7 @@ def test_forward_and_backward_have_the_cpu_s_bits(
     for dispatcher, device in ((ours, "cuda"), (plain, "cpu")):
         x, weights = (t.to(device).requires_grad_() for t in (x_TD, weights_TK))
         sent = dispatcher.dispatch(x, ids_TK.to(device))
-        y = dispatcher.combine(sent.rows_RD * 2, weights, sent.layout)
+        y = dispatcher.combine(sent.rows_RD * 2, weights, sent.handle)
         grads = torch.autograd.grad(y, (x, weights), grad_TD.to(device))
         found.append([t.detach().cpu() for t in (sent.rows_RD, y, *grads)])
     for name, gpu, cpu in zip(("rows", "y", "grad of x", "grad of weights"), *found, strict=True):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_comm.dispatch import Payloads
+from moe_comm.dispatch import WireDtypes
 from moe_comm.dispatch.peer_to_peer.access import SHARING
 from tests.dispatch import test_peer_to_peer as on_cpu
 from tests.dispatch.workers import Job
@@ -38,8 +38,8 @@ def pool() -> Iterator[RankPool]:
         JOB,
         replace(JOB, peers=replace(PEERS, relay=True)),
         replace(JOB, peers=replace(PEERS, num_blocks=1)),
-        replace(JOB, payloads=Payloads("fp8_block", "fp8_token", "fp8_block", "fp8_block")),
-        replace(JOB, payloads=Payloads("fp8_token_pow2", "bf16"), peers=replace(PEERS, relay=True)),
+        replace(JOB, wire_dtypes=WireDtypes("fp8_block", "fp8_token", "fp8_block", "fp8_block")),
+        replace(JOB, wire_dtypes=WireDtypes("fp8_token_pow2", "bf16"), peers=replace(PEERS, relay=True)),
     ],
     ids=["usual", "relay", "one block", "fp8", "fp8, relay"],
 )
@@ -61,7 +61,7 @@ def test_fixed_capacity_has_the_bits_of_exact_dispatch_and_drops_what_finds_no_r
 
 @pytest.mark.parametrize("payload", ["same", "fp8_block"])
 def test_few_rows_have_the_bits_of_dispatch_and_combine(payload: Any, pool: RankPool) -> None:
-    for good, many, between in pool.run(on_cpu.few, replace(JOB, payloads=Payloads(dispatch=payload))):
+    for good, many, between in pool.run(on_cpu.few, replace(JOB, wire_dtypes=WireDtypes(dispatch=payload))):
         assert good
         assert many[0] == "InputError" and "5 tokens" in many[1]
         assert between[0] == "ConfigError" and "low_latency_combine" in between[1]

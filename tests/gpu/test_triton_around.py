@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.dispatch import plain
-from moe_comm.dispatch.payload import Payload, decode, encode
+from moe_comm.dispatch.wire_dtype import WireDtype, decode, encode
 from moe_comm.kernels.swiglu import swiglu_backward_reference, swiglu_forward_reference
 from moe_comm.layers.moe.router import Router, RouterConfig
 
@@ -77,7 +77,7 @@ def test_swiglu_agrees_with_float64_and_fp8_has_the_cpus_bytes(dtype: torch.dtyp
         assert leaf.grad is not None
         torch.testing.assert_close(leaf.grad.cpu(), grad_h.to(dtype))
         for kind, power_of_two in (("token", False), ("block", False), ("block", True)):
-            payload = Payload("fp8", "token" if kind == "token" else "block", power_of_two)
+            payload = WireDtype("fp8", "token" if kind == "token" else "block", power_of_two)
             scales = quantize.Scales(kind == "token", power_of_two)
             packed_RB = encode(h_RG, payload)
             assert torch.equal(quantize.quantize(h_RG.to(DEVICE), scales).cpu(), packed_RB)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from moe_comm.comm import header
-from moe_comm.dispatch.payload import Payload
 from moe_comm.dispatch.peer_to_peer import access as peer_access
 from moe_comm.dispatch.peer_to_peer.rows import Form
+from moe_comm.dispatch.wire_dtype import WireDtype
 from moe_comm.errors import ConfigError, MissingDependency
 from moe_comm.gpu import launch, nvrtc, protocol
 from moe_comm.gpu.arguments import Packer, kernel_constants, kernel_fields
@@ -92,7 +92,7 @@ def test_the_control_area_is_as_large_as_the_kernels_take_it(offsets: tuple[int,
 @pytest.mark.parametrize("hidden", [1, 33, 128, 7168])
 def test_rows_are_as_long_as_the_kernels_write_them(hidden: int, payload: str) -> None:
     for dtype, code in DTYPE_CODES.items():
-        form = Form(hidden, dtype, Payload.named(payload), False)
+        form = Form(hidden, dtype, WireDtype.named(payload), False)
         assert core.p2p_row_bytes(hidden, code, form.packing) == (form.row_bytes, 4 * form.scales)
 
 

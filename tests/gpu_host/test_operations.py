@@ -34,7 +34,7 @@ def test_a_dispatch_and_a_combine_make_few_calls() -> None:
 
     def both() -> None:
         sent = dispatcher.dispatch(x_TD, ids_TK)
-        dispatcher.combine(sent.rows_RD, weights_TK, sent.layout)
+        dispatcher.combine(sent.rows_RD, weights_TK, sent.handle)
 
     calls = [0]
 
@@ -59,7 +59,7 @@ def test_more_tokens_than_before_and_fewer_have_the_bits_of_local() -> None:
         found = []
         for dispatcher in (ours, plain):
             sent = dispatcher.dispatch(x_TD, ids_TK)
-            found.append((sent.rows_RD, dispatcher.combine(sent.rows_RD, weights_TK, sent.layout)))
+            found.append((sent.rows_RD, dispatcher.combine(sent.rows_RD, weights_TK, sent.handle)))
         assert all(map(torch.equal, *found)), tokens
         del found, sent
 

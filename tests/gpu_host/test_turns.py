@@ -57,7 +57,7 @@ def test_a_launch_that_is_refused_leaves_no_turn_counted() -> None:
             few(dispatcher) if kernel == "ll_ready" else dispatcher.dispatch(X_TD, IDS_TK)
         assert state.turn == int(state._state[0]), kernel
     found = dispatcher.dispatch(X_TD, IDS_TK)
-    assert torch.equal(dispatcher.combine(found.rows_RD, torch.ones(2, 1), found.layout), X_TD)
+    assert torch.equal(dispatcher.combine(found.rows_RD, torch.ones(2, 1), found.handle), X_TD)
 
 
 class Late:
@@ -98,7 +98,7 @@ def test_a_fault_that_all_notice_in_its_turn_is_forgiven_and_turns_agree() -> No
         with pytest.raises(RoutingError, match="99"):
             dispatcher.dispatch(X_TD, torch.tensor([[0], [99]]))
         assert state.turn == int(state._state[0]) > 0
-        assert dispatcher.dispatch(X_TD, IDS_TK).layout.rows_per_expert == (1, 1)
+        assert dispatcher.dispatch(X_TD, IDS_TK).handle.rows_per_expert == (1, 1)
 
 
 def test_what_would_wait_for_a_graph_that_is_being_captured_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

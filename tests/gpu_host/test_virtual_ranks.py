@@ -44,9 +44,9 @@ def given(rank: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
 def through(dispatcher: Dispatcher, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """Experts that multiply their rows by their number."""
     sent = dispatcher.dispatch(x_TD, ids_TK)
-    sizes = torch.tensor(sent.layout.rows_per_expert)
+    sizes = torch.tensor(sent.handle.rows_per_expert)
     scales = torch.tensor(list(dispatcher.local_experts)).repeat_interleave(sizes).unsqueeze(1).to(x_TD.device)
-    return dispatcher.combine(sent.rows_RD * (scales + 1), weights_TK, sent.layout)
+    return dispatcher.combine(sent.rows_RD * (scales + 1), weights_TK, sent.handle)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -17,7 +17,7 @@ from moe_comm.integrations.hugging_face import sum_replicated_gradients, swap_mo
 from moe_comm.integrations.hugging_face.attention import gather_attention, swap_attention, swapped_attention
 from moe_comm.integrations.hugging_face.sequence import shard_inputs
 from moe_comm.layers.attention.sequence import unshard_sequence
-from moe_comm.topology import FoldedMesh, ParallelConfig
+from moe_comm.topology import ParallelConfig, ParallelMesh
 from tests.integrations.models import VOCAB, assert_close, gradients, load, save_model
 from tests.pool import RankPool
 
@@ -90,7 +90,7 @@ def run(rank: int, world: int, arg: tuple[str, list[tuple[int, int, str]], bool]
 
 def spread(folder: str, tp: int, cp: int, context: Any, packed: bool) -> tuple[Tensor, dict[str, Tensor]]:
     # The pool has four ranks; a mapping of two runs twice side by side.
-    mesh = FoldedMesh(ParallelConfig(tp=tp, cp=cp, dp=4 // (tp * cp)))
+    mesh = ParallelMesh(ParallelConfig(tp=tp, cp=cp, dp=4 // (tp * cp)))
     tp_group, cp_group = mesh.group("tp"), mesh.group("cp")
     model = swap_attention(load(folder), tp_group, cp_group, context=context)
     answer = model(**shard_inputs(**data(packed), cp_group=cp_group, context=context))
@@ -169,7 +169,7 @@ def test_padding_is_not_attended_to(left: bool, folders: Callable[[str], str]) -
 
 def swap_both(rank: int, world: int, folder: str) -> tuple[Tensor, dict[str, Tensor]]:
     """Attention in a ring of four ranks and experts over the same; every rank its own tokens."""
-    mesh = FoldedMesh(ParallelConfig(cp=4))
+    mesh = ParallelMesh(ParallelConfig(cp=4))
     group = mesh.group("cp")
     model = swap_moe(swap_attention(load(folder), cp_group=group, context="ring"), group)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -191,7 +191,7 @@ def test_swapped_beside_swap_moe_and_with_gradient_checkpointing(
 
 
 def gather(rank: int, world: int, folder: str) -> dict[str, Tensor]:
-    mesh = FoldedMesh(ParallelConfig(tp=2, dp=2))
+    mesh = ParallelMesh(ParallelConfig(tp=2, dp=2))
     model = swap_attention(load(folder), mesh.group("tp"))
     with torch.no_grad():
         for module in swapped_attention(model).values():

@@ -21,7 +21,7 @@ from moe_comm.integrations.hugging_face.attention import gather_attention, swap_
 from moe_comm.integrations.hugging_face.linears import gather_linears, swap_linears, swapped_linears
 from moe_comm.integrations.hugging_face.sequence import shard_inputs
 from moe_comm.layers.attention.sequence import unshard_sequence
-from moe_comm.topology import FoldedMesh, ParallelConfig
+from moe_comm.topology import ParallelConfig, ParallelMesh
 from tests.integrations.models import (
     SMALL,
     VOCAB,
@@ -190,7 +190,7 @@ def test_it_goes_together_with_expert_parallelism_over_other_ranks(
 def run_with_all(rank: int, world: int, arg: tuple[str, str]) -> tuple[Tensor, dict[str, Tensor]]:
     """tp 2 x cp 2: attention and linears over tp, sequences in a ring over cp, and experts over cp too."""
     folder, order = arg
-    mesh = FoldedMesh(ParallelConfig(tp=2, cp=2))
+    mesh = ParallelMesh(ParallelConfig(tp=2, cp=2))
     tp, cp = mesh.group("tp"), mesh.group("cp")
     swaps: dict[str, Callable[[Any], Any]] = {
         "a": lambda model: swap_attention(model, tp, cp, context="ring"),

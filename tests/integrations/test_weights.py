@@ -21,7 +21,7 @@ from moe_comm.integrations.hugging_face.weights import INDEX, SINGLE, HubFolder,
 from moe_comm.layers.parallel.shard import shardings_of
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.model import Transformer
-from moe_comm.topology import FoldedMesh, ParallelConfig, deal
+from moe_comm.topology import ParallelConfig, ParallelMesh, deal
 from moe_comm.train.loop.build import read_pretrained
 from tests.integrations.models import VOCAB, assert_close, load, save_model
 
@@ -84,7 +84,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Variant], P
 
 def imported(folder: Path) -> Transformer:
     model = Transformer(from_hugging_face(read_config(folder)))
-    read_pretrained(model, folder, FoldedMesh(ParallelConfig()))
+    read_pretrained(model, folder, ParallelMesh(ParallelConfig()))
     return model
 
 
@@ -319,6 +319,6 @@ def test_a_last_stage_takes_a_tied_embedding_for_its_head(
     assert config.tie
     whole = imported(folder)
     stage = Transformer(config, replace(whole.plan, layers=(1,), has_embedding=False))
-    read_pretrained(stage, folder, FoldedMesh(ParallelConfig()))
+    read_pretrained(stage, folder, ParallelMesh(ParallelConfig()))
     assert torch.equal(stage.head.weight, whole.embed.weight)
     assert torch.equal(stage.get_parameter("layers.1.moe.experts.w13"), whole.get_parameter("layers.1.moe.experts.w13"))

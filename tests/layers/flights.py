@@ -10,7 +10,7 @@ from unittest import mock
 
 from torch import Tensor, nn
 
-from moe_comm.comm.channel import Channel, Coming
+from moe_comm.comm.channel import Channel, PendingTensor
 
 
 @dataclass
@@ -46,9 +46,14 @@ def recorded() -> Iterator[Flights]:
     start = Channel.start_all_to_all
 
     def noting(
-        self: Channel, rows: Tensor, send: Sequence[int], receive: Sequence[int], doing: str, out: Tensor | None = None
-    ) -> Coming:
-        coming = start(self, rows, send, receive, doing, out)
+        self: Channel,
+        rows: Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        description: str,
+        out: Tensor | None = None,
+    ) -> PendingTensor:
+        pending = start(self, rows, send, receive, description, out)
         flights.started += 1
         flights.under_way += 1
         waited: list[bool] = []
@@ -57,9 +62,9 @@ def recorded() -> Iterator[Flights]:
             if not waited:
                 waited.append(True)
                 flights.under_way -= 1
-            return coming()
+            return pending()
 
-        return replace(coming, take=take)
+        return replace(pending, take=take)
 
     with mock.patch.object(Channel, "start_all_to_all", noting):
         yield flights

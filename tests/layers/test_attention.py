@@ -21,7 +21,7 @@ from moe_comm.layers.attention.sequence import Documents, shard_sequence, unshar
 from moe_comm.layers.parallel import linear
 from moe_comm.layers.parallel.recompute import keeping_less
 from moe_comm.overlap.options import Overlap
-from moe_comm.topology import FoldedMesh, ParallelConfig, Sharding
+from moe_comm.topology import ParallelConfig, ParallelMesh, Sharding
 from tests.pool import RankPool
 
 BATCH, LENGTH, HIDDEN = 2, 16, 12
@@ -142,10 +142,10 @@ def shardings(layer: Attention) -> dict[str, Sharding]:
 
 
 def run(rank: int, world: int, cases: list[Case]) -> list[tuple[Tensor, dict[str, Tensor]]]:
-    return [run_one(case, FoldedMesh(ParallelConfig(tp=case.tp, cp=case.cp))) for case in cases]
+    return [run_one(case, ParallelMesh(ParallelConfig(tp=case.tp, cp=case.cp))) for case in cases]
 
 
-def run_one(case: Case, mesh: FoldedMesh) -> tuple[Tensor, dict[str, Tensor]]:
+def run_one(case: Case, mesh: ParallelMesh) -> tuple[Tensor, dict[str, Tensor]]:
     """The whole output and whole gradients, put together from the ranks' parts by the layer's own shardings."""
     tp_group, cp_group = mesh.group("tp"), mesh.group("cp")
     tp, cp = mesh.place["tp"], mesh.place["cp"]
@@ -199,7 +199,7 @@ def whole_of(parts: list[Tensor], case: Case) -> Tensor:
 
 
 def gather_grads(
-    parts: list[dict[str, Tensor]], case: Case, held: dict[str, Sharding], mesh: FoldedMesh
+    parts: list[dict[str, Tensor]], case: Case, held: dict[str, Sharding], mesh: ParallelMesh
 ) -> dict[str, Tensor]:
     """Plain sums over the ranks, except over tp where the tokens were replicated: there they are complete."""
     found = {"x": whole_of([part["x"] for part in parts], case)}
@@ -231,7 +231,7 @@ def check(results: list[Any], cases: list[Case], rtol: float = 1e-9) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_one_rank_equals_the_plain_reference(variant: str) -> None:
-    mesh = FoldedMesh(ParallelConfig())
+    mesh = ParallelMesh(ParallelConfig())
     cases = [Case(VARIANTS[variant]), Case(VARIANTS[variant], documents=PACKED, restart=True)]
     check([run_one(case, mesh) for case in cases], cases)
 
@@ -295,7 +295,7 @@ def on_every_transport(rank: int, world: int, case: Case) -> None:
     """Overlapped in any number of chunks, over shared memory or the backend, with and without recomputation: one set
     of bits."""
     found = []
-    mesh = FoldedMesh(ParallelConfig(tp=case.tp, cp=case.cp))
+    mesh = ParallelMesh(ParallelConfig(tp=case.tp, cp=case.cp))
     try:
         for options in (CollectiveOptions(), CollectiveOptions(shared_memory=False, checked=True)):
             configure_collectives(options)
@@ -335,7 +335,7 @@ def count_operators(rank: int, world: int, cases: list[Case]) -> list[dict[str, 
             for name in seen:
                 module: Any = linear if hasattr(linear, name) else context
                 patch.setattr(module, name, counting(name, getattr(module, name)))
-            run_one(case, FoldedMesh(ParallelConfig(tp=case.tp, cp=case.cp)))
+            run_one(case, ParallelMesh(ParallelConfig(tp=case.tp, cp=case.cp)))
         found.append(seen)
     return found
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from moe_comm.comm.channel import Channel, Coming
+from moe_comm.comm.channel import Channel, PendingTensor
 from moe_comm.comm.communicator import CollectiveOptions
 from moe_comm.comm.meeting import configure_collectives
 from moe_comm.errors import ConfigError, InputError, PeerDied, RankMismatch
-from moe_comm.layers.attention import pieces, sequence
+from moe_comm.layers.attention import sequence
 from moe_comm.layers.attention.config import AttentionConfig, Context, MLAConfig
 from moe_comm.layers.attention.context import ContextSpec, check_heads, context_attention, local_attention
 from moe_comm.layers.attention.layer import Attention
@@ -40,7 +40,7 @@ CONTEXTS: tuple[Context, ...] = ("ulysses", "ring", "token_ring")
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks and groups of a few tokens, so that short sequences have many."""
     monkeypatch.setattr(sequence, "GROUP_TOKENS", 6)
-    monkeypatch.setattr(pieces, "BLOCK_MIN", 4)
+    monkeypatch.setattr(attention_blocks, "BLOCK_MIN", 4)
 
 
 # --- layouts ---
@@ -143,7 +143,7 @@ def test_pieces_add_up_to_attention_under_a_mask(
     small_blocks: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pieces, "_kernel", lambda *_: kernel)
+    monkeypatch.setattr(attention_blocks, "_kernel", lambda *_: kernel)
     for heads in ((4, 2), (3, 3)):
         qkv, grad, documents = draw(24, heads, v_width, packed)
         got = local_attention(qkv[0], qkv[1], qkv[2], 0.3, window, documents)
@@ -168,7 +168,7 @@ def test_plain_causal_attention_takes_the_flash_path_without_a_mask(monkeypatch:
         assert seen[-1]["is_causal"] and seen[-1].get("attn_mask") is None
 
 
-def area(found: list[pieces.Piece]) -> int:
+def area(found: list[attention_blocks.Piece]) -> int:
     def size(s: slice) -> int:
         return int(s.stop - s.start)
 
@@ -208,7 +208,7 @@ def ring_spec(window: int | None = None, documents: Documents | None = None) -> 
 
 def both_rings(rank: int, world: int, dtype: torch.dtype) -> None:
     """On either transport, twice: the same bits; and the token ring is the ring but for rounding."""
-    sequence.GROUP_TOKENS, pieces.BLOCK_MIN = 6, 4
+    sequence.GROUP_TOKENS, attention_blocks.BLOCK_MIN = 6, 4
     group: Any = dist.group
     for window, packed, heads, v_width in ((None, False, (4, 4), 8), (3, True, (4, 2), 4), (None, True, (3, 3), 12)):
         qkv, grad, documents = draw(32, heads, v_width, packed)
@@ -246,29 +246,29 @@ def record(rank: int, world: int, name: str) -> tuple[list[str], list[str], list
     """What is sent, arrives and is computed, in order, and how many ranks on it is sent: forward and backward."""
     events: list[str] = []
     steps: list[int] = []
-    rotate, attend, gradients = Channel.rotate, pieces.State.add, pieces.Gradients.add
+    rotate, attend, gradients = Channel.rotate, attention_blocks.State.add, attention_blocks.Gradients.add
     short = {"values": "keys", "queries": "queries", "outputs": "back", "gradients of": "back"}
 
-    def rotated(channel: Any, tensor: Tensor, doing: str, step: int = 1) -> Coming:
-        what = next(short[key] for key in ("gradients of", "values", "outputs", "queries") if key in doing)
+    def rotated(channel: Any, tensor: Tensor, description: str, step: int = 1) -> PendingTensor:
+        what = next(short[key] for key in ("gradients of", "values", "outputs", "queries") if key in description)
         events.append(f"send {what}")
         steps.append(step)
-        coming = rotate(channel, tensor, doing, step)
+        pending = rotate(channel, tensor, description, step)
 
         def arrive(tensor: Tensor) -> Tensor:
             events.append(f"take {what}")
             return tensor
 
-        return coming.then(arrive)
+        return pending.then(arrive)
 
     def computed(self: Any, *args: Any) -> None:
         events.append("attend")
-        (attend if isinstance(self, pieces.State) else gradients)(self, *args)
+        (attend if isinstance(self, attention_blocks.State) else gradients)(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Channel, "rotate", rotated)
-        patch.setattr(pieces.State, "add", computed)
-        patch.setattr(pieces.Gradients, "add", computed)
+        patch.setattr(attention_blocks.State, "add", computed)
+        patch.setattr(attention_blocks.Gradients, "add", computed)
         q, k, v = (torch.randn(1, 2, 8, 4, requires_grad=True) for _ in range(3))
         run: Any = ring_attention if name == "ring" else token_ring_attention
         out = run(q, k, v, ring_spec())
@@ -334,7 +334,7 @@ def test_ranks_that_disagree_about_a_ring_all_learn_it_and_the_next_call_works(p
 
 
 def ring_of_small_blocks(rank: int, world: int, arg: Any) -> None:
-    sequence.GROUP_TOKENS, pieces.BLOCK_MIN = 6, 4
+    sequence.GROUP_TOKENS, attention_blocks.BLOCK_MIN = 6, 4
     group: Any = dist.group
     for context in CONTEXTS:
         for window in (None, 3):

@@ -16,7 +16,7 @@ from moe_comm.errors import ConfigError, InputError
 from moe_comm.layers import MoEConfig, MoELayer, Router, RouterConfig
 from moe_comm.layers.data_parallel import ExpertShards
 from moe_comm.layers.moe.load import take_loads, update_biases
-from moe_comm.topology import FoldedMesh, ParallelConfig, Sharding
+from moe_comm.topology import ParallelConfig, ParallelMesh, Sharding
 from tests.layers.moe_configs import BALANCED, HIDDEN, RICH
 from tests.layers.reference import draw
 from tests.pool import RankPool
@@ -69,7 +69,7 @@ def train_step(layer: MoELayer, step: Step, places_BS: Tensor, dtype: torch.dtyp
         ys.append(y.detach())
         xs.append(x.grad)
         dropped.append(layer.num_dropped)
-        flows.append(layer.flow)
+        flows.append(layer.dispatch_stats)
     return {"y": ys, "x": xs, "dropped": dropped, "aux": aux, "flow": flows}
 
 
@@ -82,7 +82,7 @@ def run_alone(step: Step, dtype: torch.dtype = torch.float64) -> tuple[dict[str,
 
 def run_folded(rank: int, world: int, step: Step) -> dict[str, Any]:
     """The same step on this rank; parameters' gradients summed and put together as the shardings say."""
-    mesh = FoldedMesh(step.mapping)
+    mesh = ParallelMesh(step.mapping)
     layer = MoELayer.build(
         step.config,
         mesh.group("etp", "ep"),
@@ -215,7 +215,7 @@ def test_loads_of_all_layers_are_taken_at_once_and_never_counted_in_evaluation()
 
 def a_stage_without_layers(rank: int, world: int, _: None) -> int:
     """Rank 0's stage has an MoE layer, rank 1's has none: it must not wait for anybody."""
-    mesh = FoldedMesh(ParallelConfig(pp=2))
+    mesh = ParallelMesh(ParallelConfig(pp=2))
     stage = nn.Sequential(MoELayer.build(BALANCED, seed=0)) if rank == 0 else nn.Sequential(nn.Linear(HIDDEN, HIDDEN))
     stage(draw(5, HIDDEN))
     return len(take_loads(stage, mesh.group("tp", "cp", "dp") if rank == 0 else dist.group.WORLD))

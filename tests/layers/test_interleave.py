@@ -19,7 +19,7 @@ from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
 from moe_comm.overlap.options import Overlap
 from moe_comm.plan.pipeline.stages import plan_stages
-from moe_comm.topology import FoldedMesh, ParallelConfig
+from moe_comm.topology import ParallelConfig, ParallelMesh
 from moe_comm.train.config import load
 from moe_comm.train.parallel.replicate import clear_gradient, compute_in
 from moe_comm.train.pipeline.batch import Activations, MicroBatch
@@ -87,7 +87,7 @@ def _train(
     config: TransformerConfig, mapping: ParallelConfig, number: int, interleave: bool, **plan_options: Any
 ) -> tuple[Seen, Flights]:
     """Losses, gradients and routers' counts of one step, and what was under way when attention computed."""
-    plan = ModelPlan.of(FoldedMesh(mapping), **{"backend": "all_to_all", "dtype": torch.float32, **plan_options})
+    plan = ModelPlan.of(ParallelMesh(mapping), **{"backend": "all_to_all", "dtype": torch.float32, **plan_options})
     model = Transformer(config, plan)
     initialize(model, seed=3)
     if plan.dtype == torch.bfloat16:  # as a training run has it: gradients add up in fp32
@@ -235,7 +235,7 @@ def test_a_pipeline_is_refused() -> None:
     with pytest.raises(ConfigError, match="not in a pipeline"):
         make_runner(
             [],
-            FoldedMesh(ParallelConfig()),
+            ParallelMesh(ParallelConfig()),
             plan_stages(4, 2, "1f1b"),
             "1f1b",
             Activations(8, torch.float32),

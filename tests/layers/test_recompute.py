@@ -13,7 +13,7 @@ from moe_comm.layers.parallel.recompute import activation_bytes, again, again_in
 from moe_comm.layers.transformer.config import Recompute, TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
-from moe_comm.topology import FoldedMesh, ParallelConfig
+from moe_comm.topology import ParallelConfig, ParallelMesh
 from tests.layers.tiny import BY_WEIGHT, LATENT, TINY, batch, own
 from tests.pool import RankPool
 
@@ -35,7 +35,7 @@ class Seen:
 def run(
     config: TransformerConfig,
     recompute: Recompute,
-    mesh: FoldedMesh | None = None,
+    mesh: ParallelMesh | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Seen:
     base = ModelPlan(recompute=recompute, dtype=dtype)
@@ -62,7 +62,7 @@ def run(
 
 def work(rank: int, world: int, arg: tuple[TransformerConfig, ParallelConfig, Recompute]) -> Seen:
     config, mapping, recompute = arg
-    return run(config, recompute, FoldedMesh(mapping))
+    return run(config, recompute, ParallelMesh(mapping))
 
 
 def assert_equal(seen: Seen, expected: Seen) -> None:

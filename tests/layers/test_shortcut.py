@@ -23,7 +23,7 @@ from moe_comm.layers.transformer.shortcut import PLACES, Shortcut, ShortcutBlock
 from moe_comm.overlap.options import Overlap
 from moe_comm.plan.model.activations import Activations
 from moe_comm.plan.model.shape import ModelShape
-from moe_comm.topology import FoldedMesh, ParallelConfig
+from moe_comm.topology import ParallelConfig, ParallelMesh
 from tests.layers.flights import Flights, recorded
 from tests.layers.tiny import BY_WEIGHT, LATENT, TINY, Case, Outcome, assert_same, batch, own, run, work
 from tests.pool import RankPool
@@ -142,7 +142,7 @@ def test_a_block_computes_what_longcat_flash_does() -> None:
 def _bits(rank: int, world: int, arg: tuple[TransformerConfig, ParallelConfig, str]) -> list[str]:
     """What differs (loss, gradients, loads) where experts overlap, for schedules and modes of recomputing."""
     config, mapping, backend = arg
-    mesh = FoldedMesh(mapping)
+    mesh = ParallelMesh(mapping)
 
     def once(overlap: Overlap | None, recompute: str = "none", schedule: Shortcut | None = None) -> dict[str, Tensor]:
         # Linear layers overlap throughout: those that do not multiply by other kernels.
@@ -202,7 +202,7 @@ def test_four_ranks_compute_what_one_does(pool4: RankPool) -> None:
 def _flights(rank: int, world: int, overlap: Overlap | None) -> Flights:
     config = replace(SHORTCUT, dense_layers=(0, 2))
     model = Transformer(
-        config, ModelPlan.of(FoldedMesh(ParallelConfig(dp=2, ep=2)), backend="all_to_all", overlap=overlap)
+        config, ModelPlan.of(ParallelMesh(ParallelConfig(dp=2, ep=2)), backend="all_to_all", overlap=overlap)
     )
     initialize(model, seed=3)
     block = model.layers["1"]

@@ -18,7 +18,7 @@ from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
 from moe_comm.plan.model.shape import ModelShape
-from moe_comm.topology import FoldedMesh, ParallelConfig
+from moe_comm.topology import ParallelConfig, ParallelMesh
 from tests.layers.tiny import (
     BATCH,
     BY_WEIGHT,
@@ -206,7 +206,7 @@ def test_the_meta_device_gives_the_same_parameters_and_no_memory() -> None:
 
 def dry(rank: int, world: int, mapping: ParallelConfig) -> bool:
     """Whether the parameters of this rank have the shapes that their shardings say, with no memory."""
-    mesh = FoldedMesh(mapping)
+    mesh = ParallelMesh(mapping)
     model = Transformer(TINY, ModelPlan.of(mesh, device="meta"))
     shardings = shardings_of(model)
     return all(
@@ -220,7 +220,7 @@ def test_a_mapping_is_built_on_the_meta_device_rank_by_rank(pool4: RankPool) -> 
 
 
 def copies(rank: int, world: int, mapping: ParallelConfig) -> None:
-    mesh = FoldedMesh(mapping)
+    mesh = ParallelMesh(mapping)
     model = Transformer(TIED, ModelPlan.of(mesh, backend="all_to_all"))
     initialize(model, seed=3)
     copied = deepcopy(model)

@@ -19,7 +19,7 @@ from moe_comm.layers.parallel.shard import shardings_of
 from moe_comm.layers.transformer.config import TransformerConfig
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
-from moe_comm.topology import FoldedMesh, ParallelConfig, Sharding
+from moe_comm.topology import ParallelConfig, ParallelMesh, Sharding
 
 BATCH, LENGTH = 4, 16
 
@@ -96,7 +96,7 @@ def batch(packed: bool) -> tuple[Tensor, Tensor, Tensor | None]:
 
 def run(case: Case) -> Outcome:
     """Forward and backward of the whole micro-batch on this rank of ``case.mapping``."""
-    mesh = FoldedMesh(case.mapping)
+    mesh = ParallelMesh(case.mapping)
     plan = ModelPlan.of(mesh, dtype=case.dtype, **{"backend": "all_to_all", **case.plan})
     model = Transformer(case.config, plan)
     initialize(model, seed=3)

@@ -13,7 +13,7 @@ import pytest
 
 from moe_comm.observe.effective import EffectiveTime, effective_time
 from moe_comm.observe.records import ATTEMPTS, METRICS, Attempt, append, read_lines
-from moe_comm.topology import FoldedMesh, ParallelConfig
+from moe_comm.topology import ParallelConfig, ParallelMesh
 from moe_comm.train.resilience.attempts import AttemptLog, carry_over
 
 
@@ -60,7 +60,7 @@ def test_an_attempt_knows_how_the_one_before_it_ended(
     append(tmp_path / ATTEMPTS, _attempt(0, 100.0, 110.0))
     if result is not None:
         (tmp_path / "result.json").write_text(json.dumps(result))
-    log = AttemptLog(tmp_path, FoldedMesh(ParallelConfig()), 2, "checkpoint", ["here"])
+    log = AttemptLog(tmp_path, ParallelMesh(ParallelConfig()), 2, "checkpoint", ["here"])
     assert log.attempt.ended == ended
 
 
@@ -118,7 +118,7 @@ def test_a_run_that_never_began_has_none(tmp_path: Path) -> None:
 
 
 def test_an_attempt_says_what_the_one_before_it_lost(tmp_path: Path) -> None:
-    mesh = FoldedMesh(ParallelConfig())
+    mesh = ParallelMesh(ParallelConfig())
     first = AttemptLog(tmp_path, mesh, 0, "fresh", ["a"])
     first.before_step(1)
     first.before_step(2)
@@ -141,7 +141,7 @@ def _folder(parent: Path, name: str, number: int) -> Path:
 
 def test_a_run_that_begins_again_in_a_new_folder_keeps_its_first_start(tmp_path: Path) -> None:
     """Twice: the second one dies before its first step."""
-    mesh = FoldedMesh(ParallelConfig())
+    mesh = ParallelMesh(ParallelConfig())
     first, second = (_folder(tmp_path, "run", number) for number in (1, 2))
     _folder(tmp_path, "run-b", 4)
     _write(first, [_attempt(0, 100.0, 110.0)], [_step(1, 5.0), _step(2, 6.0)])

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from moe_comm.overlap.crossing import Board, Crossing, Piece, travelling_rows
+from moe_comm.overlap.chunk_plan import Board, Crossing, Piece, travelling_rows
 from moe_comm.topology import ExpertPlacement
 
 

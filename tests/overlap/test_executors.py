@@ -16,7 +16,7 @@ from moe_comm.dispatch.backends.all_gather import AllGatherDispatcher
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher
 from moe_comm.dispatch.base import Dispatcher
-from moe_comm.dispatch.payload import Payloads
+from moe_comm.dispatch.wire_dtype import WireDtypes
 from moe_comm.errors import ConfigError, PeerRaised
 from moe_comm.kernels.activations import activation_of
 from moe_comm.kernels.expert_mlp import ExpertMLP
@@ -59,12 +59,12 @@ def _run(
     if complete:
         call.complete()
     mlp = ExpertMLP(tuple(w[name] for name in NAMES), activation_of("swiglu"), recompute)
-    return call.combine(call.compute(call.rows, call.layout.rows_per_expert, mlp))
+    return call.combine(call.compute(call.rows, call.handle.rows_per_expert, mlp))
 
 
-def _bits(rank: int, world: int, arg: tuple[int, torch.dtype, Payloads, tuple[str, ...]]) -> None:
-    experts, dtype, payloads, kinds = arg
-    dispatcher = _shared(rank, world, experts, payloads=payloads)
+def _bits(rank: int, world: int, arg: tuple[int, torch.dtype, WireDtypes, tuple[str, ...]]) -> None:
+    experts, dtype, wire_dtypes, kinds = arg
+    dispatcher = _shared(rank, world, experts, wire_dtypes=wire_dtypes)
     for kind in kinds:
         ids = _routing(kind, rank, experts, min(3, experts))
         leaves = _leaves(rank, len(dispatcher.local_experts), ids, dtype)
@@ -81,7 +81,7 @@ def _bits(rank: int, world: int, arg: tuple[int, torch.dtype, Payloads, tuple[st
     assert dispatcher.shared.heap.blocks == 0
 
 
-SAME = Payloads()
+SAME = WireDtypes()
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -96,7 +96,7 @@ def test_a_layer_pipelined_over_shared_memory_has_the_bits_of_the_serial_one(
     [
         (5, torch.bfloat16, SAME, ("random", "dropped")),
         (1, torch.float32, SAME, ("random",)),
-        (4, torch.float32, Payloads("fp8_block", "bf16", "bf16", "fp8_token"), ("random",)),
+        (4, torch.float32, WireDtypes("fp8_block", "bf16", "bf16", "fp8_token"), ("random",)),
     ],
     ids=["bf16", "a rank without experts", "payloads"],
 )
@@ -208,7 +208,7 @@ def _raises_between(rank: int, world: int, where: str) -> None:
         with call.abort_on_error():
             if rank == 1 and where == "between":
                 raise ZeroDivisionError("between")
-            rows = call.compute(call.rows, call.layout.rows_per_expert, mlp)
+            rows = call.compute(call.rows, call.handle.rows_per_expert, mlp)
         call.combine(rows)
     dispatcher.dispatch(leaves["x"], ids)  # the group can be used again
 

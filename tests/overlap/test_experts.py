@@ -16,7 +16,7 @@ from moe_comm.dispatch import DispatchOptions
 from moe_comm.dispatch.backends.all_gather import AllGatherDispatcher
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.capacity import Capacity
-from moe_comm.dispatch.payload import Payloads
+from moe_comm.dispatch.wire_dtype import WireDtypes
 from moe_comm.errors import ConfigError, InputError, PeerDied, RankMismatch, RoutingError
 from moe_comm.kernels.activations import activation_of
 from moe_comm.kernels.expert_mlp import ExpertMLP
@@ -51,10 +51,10 @@ def _routing(kind: str, rank: int, experts: int, top_k: int) -> Tensor:
     return ids
 
 
-def _dispatcher(rank: int, world: int, experts: int, payloads: Payloads | None = None) -> AllToAllDispatcher:
+def _dispatcher(rank: int, world: int, experts: int, wire_dtypes: WireDtypes | None = None) -> AllToAllDispatcher:
     group = dist.group.WORLD
     assert group is not None
-    options = DispatchOptions(timeout_s=20, **({} if payloads is None else {"payloads": payloads}))
+    options = DispatchOptions(timeout_s=20, **({} if wire_dtypes is None else {"wire_dtypes": wire_dtypes}))
     return AllToAllDispatcher(ExpertPlacement.of(experts, world), group, rank, options)
 
 
@@ -84,18 +84,18 @@ def _same(found: dict[str, Any], wanted: dict[str, Tensor], where: str) -> None:
         assert torch.equal(value, wanted[name]), f"{name} differs {where}"
 
 
-def _layer(rank: int, world: int, arg: tuple[str, torch.dtype, int, Payloads | None, int, int]) -> None:
-    kind, dtype, experts, payloads, hidden, ffn = arg
-    dispatcher = _dispatcher(rank, world, experts, payloads)
+def _layer(rank: int, world: int, arg: tuple[str, torch.dtype, int, WireDtypes | None, int, int]) -> None:
+    kind, dtype, experts, wire_dtypes, hidden, ffn = arg
+    dispatcher = _dispatcher(rank, world, experts, wire_dtypes)
     ids = _routing(kind, rank, experts, min(3, experts))
     leaves = _leaves(rank, len(dispatcher.local_experts), ids, dtype, hidden=hidden, ffn=ffn)
     grad = draw(ids.shape[0], hidden, seed=99 + rank, dtype=dtype)
 
     def serial(x: Tensor, weights: Tensor, **w: Tensor) -> Tensor:
         dispatched = dispatcher.dispatch(x, ids)
-        sizes = dispatched.layout.rows_per_expert
+        sizes = dispatched.handle.rows_per_expert
         rows = grouped_mlp(dispatched.rows_RD, sizes, w["w13"], w["w2"], w["b13"], w["b2"], activation_of("swiglu"))
-        return dispatcher.combine(rows, weights, dispatched.layout)
+        return dispatcher.combine(rows, weights, dispatched.handle)
 
     wanted = _gradients(leaves, serial, grad)
     for chunks in CHUNKS:
@@ -111,7 +111,7 @@ def _overlapped(
 ) -> Tensor:
     call = dispatch_rows(dispatcher, x, ids, weights, Overlap(chunks, 1))
     mlp = ExpertMLP((w["w13"], w["w2"], w["b13"], w["b2"]), activation_of("swiglu"), recompute)
-    return call.combine(call.compute(call.rows, call.layout.rows_per_expert, mlp))
+    return call.combine(call.compute(call.rows, call.handle.rows_per_expert, mlp))
 
 
 @pytest.mark.parametrize("kind", ROUTINGS)
@@ -129,7 +129,7 @@ def test_the_layer_in_flight_has_the_bits_of_one_step_after_the_other(
         ("random", torch.bfloat16, 4, None, D, F),
         ("random", torch.float32, 2, None, D, F),
         ("random", torch.float32, 1, None, D, F),
-        ("random", torch.float32, 6, Payloads("fp8_block", "bf16", "bf16", "fp8_token"), D, F),
+        ("random", torch.float32, 6, WireDtypes("fp8_block", "bf16", "bf16", "fp8_token"), D, F),
         ("random", torch.float32, 5, None, 20, 24),
     ],
     ids=["bf16", "an expert a rank", "a rank without experts", "payloads", "rows that begin within cache lines"],
@@ -156,9 +156,9 @@ def _operators(rank: int, world: int, kind: str) -> None:
 
     def serial(x: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
         dispatched = dispatcher.dispatch(x, ids)
-        parts = dispatched.rows_RD.split(dispatched.layout.rows_per_expert)
+        parts = dispatched.rows_RD.split(dispatched.handle.rows_per_expert)
         rows = torch.cat([part @ a.T @ b.T for part, a, b in zip(parts, w13, w2, strict=True)])
-        return dispatcher.combine(rows, weights, dispatched.layout)
+        return dispatcher.combine(rows, weights, dispatched.handle)
 
     wanted = _gradients(leaves, serial, grad)
     for chunks, found in zip(CHUNKS, results, strict=True):
@@ -312,9 +312,9 @@ def _dies(rank: int, world: int, when: str) -> None:
     mlp = ExpertMLP((leaves["w13"], leaves["w2"], None, None), activation_of("swiglu"))
     if rank == 1:
         dispatcher.channel.start_all_to_all = _exit  # type: ignore[method-assign]
-        call.compute(call.rows, call.layout.rows_per_expert, mlp)
+        call.compute(call.rows, call.handle.rows_per_expert, mlp)
     with pytest.raises(PeerDied, match="rank 1"):
-        call.combine(call.compute(call.rows, call.layout.rows_per_expert, mlp))
+        call.combine(call.compute(call.rows, call.handle.rows_per_expert, mlp))
 
 
 def _exit(*_: Any) -> None:

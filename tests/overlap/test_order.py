@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_comm.comm.channel import Channel, Coming
+from moe_comm.comm.channel import Channel, PendingTensor
 from moe_comm.comm.communicator import CollectiveOptions
 from moe_comm.comm.meeting import configure_collectives
 from moe_comm.dispatch import DispatchOptions
@@ -33,7 +33,7 @@ from moe_comm.kernels import expert_mlp
 from moe_comm.kernels.activations import activation_of
 from moe_comm.kernels.expert_mlp import ExpertMLP
 from moe_comm.overlap import chunked, ulysses
-from moe_comm.overlap.crossing import Parts, Piece
+from moe_comm.overlap.chunk_plan import Parts, Piece
 from moe_comm.overlap.dispatch_matmul import dispatch_matmul
 from moe_comm.overlap.executors import pipelined
 from moe_comm.overlap.executors.choice import dispatch_rows
@@ -80,21 +80,21 @@ def _transfers(before: Callable[[int], None], taken: Callable[[int], None]) -> I
     """Call ``before`` as this rank starts its n-th transfer of rows, and ``taken`` once it has what that brings."""
     count = 0
 
-    def noting(real: Callable[..., Coming]) -> Callable[..., Coming]:
-        def start(self: Channel, rows: Tensor, *args: Any) -> Coming:
+    def noting(real: Callable[..., PendingTensor]) -> Callable[..., PendingTensor]:
+        def start(self: Channel, rows: Tensor, *args: Any) -> PendingTensor:
             nonlocal count
             if rows.numel() < LARGE or not rows.is_floating_point():
                 return real(self, rows, *args)
             number, count = count, count + 1
             before(number)
-            coming = real(self, rows, *args)
+            pending = real(self, rows, *args)
 
             def take() -> Tensor:
-                found = coming()
+                found = pending()
                 taken(number)
                 return found
 
-            return replace(coming, take=take)
+            return replace(pending, take=take)
 
         return start
 
@@ -167,7 +167,7 @@ def _layer(rank: int) -> Tensor:
     x, ids = draw(TOKENS, D, seed=rank).requires_grad_(), _other_ranks_experts(rank)
     call = dispatch_rows(_dispatcher(rank, 2), x, ids, torch.ones(TOKENS, 1), CHUNKED, width=F)
     mlp = ExpertMLP((draw(2, 2 * F, D, seed=9), draw(2, D, F, seed=8), None, None), activation_of("swiglu"))
-    return call.combine(call.compute(call.rows, call.layout.rows_per_expert, mlp))
+    return call.combine(call.compute(call.rows, call.handle.rows_per_expert, mlp))
 
 
 RUNS: dict[str, Run] = {
@@ -316,7 +316,7 @@ def _shared_layer(rank: int, world: int) -> Tensor:
     x, ids = draw(TOKENS, D, seed=rank).requires_grad_(), torch.arange(world).repeat(TOKENS, 1)
     call = dispatch_rows(dispatcher, x, ids, torch.ones(TOKENS, world), SHARED, width=F)
     mlp = ExpertMLP((draw(1, 2 * F, D, seed=9), draw(1, D, F, seed=8), None, None), activation_of("swiglu"))
-    return call.combine(call.compute(call.rows, call.layout.rows_per_expert, mlp))
+    return call.combine(call.compute(call.rows, call.handle.rows_per_expert, mlp))
 
 
 def _late_peer(rank: int, world: int, direction: str) -> None:

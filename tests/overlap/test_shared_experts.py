@@ -25,7 +25,7 @@ from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.backends.native import LeavingRows
 from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher
 from moe_comm.dispatch.base import Dispatcher
-from moe_comm.dispatch.payload import Payloads
+from moe_comm.dispatch.wire_dtype import WireDtypes
 from moe_comm.errors import (
     ConfigError,
     HeapError,
@@ -98,9 +98,9 @@ def _gradients(leaves: dict[str, Tensor], forward: Callable[..., Tensor], wanted
     return {"y": y.detach()} | {name: value.grad for name, value in inputs.items() if value.grad is not None}
 
 
-def _bits(rank: int, world: int, arg: tuple[int, torch.dtype, Payloads, tuple[str, ...]]) -> None:
-    experts, dtype, payloads, kinds = arg
-    dispatcher = _dispatcher(rank, world, experts, payloads=payloads)
+def _bits(rank: int, world: int, arg: tuple[int, torch.dtype, WireDtypes, tuple[str, ...]]) -> None:
+    experts, dtype, wire_dtypes, kinds = arg
+    dispatcher = _dispatcher(rank, world, experts, wire_dtypes=wire_dtypes)
     group = dist.group.WORLD
     assert group is not None
     over_gloo = AllToAllDispatcher(dispatcher.placement, group, rank, dispatcher.options)
@@ -125,7 +125,7 @@ def _bits(rank: int, world: int, arg: tuple[int, torch.dtype, Payloads, tuple[st
     assert dispatcher.shared.heap.blocks == 0
 
 
-SAME = Payloads()
+SAME = WireDtypes()
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -144,7 +144,7 @@ def test_the_bits_are_those_of_one_step_after_the_other_and_of_another_transport
     [
         (5, torch.bfloat16, SAME, ("random", "dropped")),
         (1, torch.float32, SAME, ("random",)),
-        (4, torch.float32, Payloads("fp8_block", "bf16", "bf16", "fp8_token"), ("random",)),
+        (4, torch.float32, WireDtypes("fp8_block", "bf16", "bf16", "fp8_token"), ("random",)),
     ],
     ids=["bf16", "a rank without experts", "rounded as a payload would"],
 )
@@ -311,8 +311,8 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_all_and_the_next_call_works(
 
 
 def _groups_of_rows(rank: int, world: int, _: Any) -> None:
-    payloads = Payloads(combine_backward="fp8_group")
-    dispatcher = _dispatcher(rank, world, 4, payloads=payloads, deterministic=False)
+    wire_dtypes = WireDtypes(combine_backward="fp8_group")
+    dispatcher = _dispatcher(rank, world, 4, wire_dtypes=wire_dtypes, deterministic=False)
     ids = _routing("random", rank, 4)
     leaves = _leaves(rank, 2, ids)
     with pytest.raises(ConfigError, match="carry their own scales"):

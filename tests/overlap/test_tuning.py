@@ -20,8 +20,8 @@ from moe_comm.comm.meeting import channel_of, communicator_of, configure_collect
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.errors import RankMismatch
 from moe_comm.overlap import tuning
+from moe_comm.overlap.chunk_plan import Parts
 from moe_comm.overlap.cost import DIRECTIONS, FUSED, Rates, Work, predict
-from moe_comm.overlap.crossing import Parts
 from moe_comm.overlap.dispatch_matmul import dispatch_matmul
 from moe_comm.overlap.executors import pipelined
 from moe_comm.overlap.gather_matmul import gather_matmul, reference

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_comm.comm.channel import Channel, Coming
+from moe_comm.comm.channel import Channel, PendingTensor
 from moe_comm.comm.communicator import CollectiveOptions
 from moe_comm.comm.meeting import configure_collectives
 from moe_comm.errors import InputError, PeerDied, RankMismatch
@@ -168,16 +168,16 @@ def _recorded(rank: int, world: int, name: str) -> tuple[list[str], list[str]]:
     events: list[str] = []
     begin, product = Channel.start_all_to_all, row_invariant.row_invariant_mm
 
-    def started(channel: Any, rows: Tensor, *args: Any) -> Coming:
+    def started(channel: Any, rows: Tensor, *args: Any) -> PendingTensor:
         number = sum(event.startswith("send") for event in events)
         events.append(f"send {number}")
-        coming = begin(channel, rows, *args)
+        pending = begin(channel, rows, *args)
 
         def arrive(tensor: Tensor) -> Tensor:
             events.append(f"take {number}")
             return tensor
 
-        return coming.then(arrive)
+        return pending.then(arrive)
 
     def computed(*args: Any, **kwargs: Any) -> Tensor:
         events.append("product")

@@ -57,7 +57,7 @@ def swiglu_backward(h_RF: Tensor, grad_RF: Tensor, threads: int = 1) -> tuple[Te
 def layer(dispatcher: LocalDispatcher, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, g_TD: Tensor) -> list[Tensor]:
     x_TD, weights_TK = x_TD.clone().requires_grad_(), weights_TK.clone().requires_grad_()
     found = dispatcher.dispatch(x_TD, ids_TK)
-    y_TD = dispatcher.combine(found.rows_RD, weights_TK, found.layout)
+    y_TD = dispatcher.combine(found.rows_RD, weights_TK, found.handle)
     y_TD.backward(g_TD)
     assert x_TD.grad is not None and weights_TK.grad is not None
     return [found.rows_RD.detach().clone(), y_TD.detach().clone(), x_TD.grad, weights_TK.grad]
@@ -68,7 +68,7 @@ def narrowed(values_T: Tensor, dtype: torch.dtype, width: int = 33) -> Tensor:
     dispatcher = NativeLocalDispatcher(ExpertPlacement.balanced(1, 1))
     ids_TK = torch.zeros(len(values_T), 1, dtype=torch.int64)
     found = dispatcher.dispatch(torch.ones(len(values_T), width, dtype=dtype), ids_TK)
-    y_TD = dispatcher.combine(found.rows_RD, values_T[:, None], found.layout)
+    y_TD = dispatcher.combine(found.rows_RD, values_T[:, None], found.handle)
     assert same(y_TD, y_TD[:, -1:].expand_as(y_TD).contiguous()), "a row's tail is rounded like its vectors"
     return y_TD[:, 0].contiguous()
 
@@ -107,7 +107,7 @@ def test_every_half_survives_widening_and_narrowing(isa: str, dtype: torch.dtype
     found = dispatcher.dispatch(every.view(-1, 64), torch.zeros(1 << 10, 1, dtype=torch.int64))
     assert torch.equal(bits(found.rows_RD), bits(every.view(-1, 64)))  # dispatch copies bits, NaN payloads too
     for weight in (1.0, 0.5, 3.0, 2.0**-9):
-        y_TD = dispatcher.combine(found.rows_RD, torch.full((1 << 10, 1), weight), found.layout)
+        y_TD = dispatcher.combine(found.rows_RD, torch.full((1 << 10, 1), weight), found.handle)
         expected = (0.0 + every.float() * weight).to(dtype)
         assert same(y_TD.view(-1), expected), weight
 

@@ -77,7 +77,7 @@ def step_is_right(d: SharedMemoryDispatcher, rank: int, world: int, step: int, l
     ):
         x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
         found = run.dispatch(x, ids, label=label)
-        y = run.combine(found.rows_RD * 2, w, found.layout)
+        y = run.combine(found.rows_RD * 2, w, found.handle)
         y.backward(torch.ones_like(y))
         assert x.grad is not None and w.grad is not None
         results.append([t[rows] for t in (y.detach(), x.grad, w.grad)])
@@ -186,7 +186,7 @@ def lose_rank_1(rank: int, world: int, arg: tuple[str, int]) -> tuple[str, str, 
             started = time.monotonic()
             found = d.dispatch(x_TD.requires_grad_(), ids_TK, label="moe.3")
             started = time.monotonic()
-            y_TD = d.combine(found.rows_RD, weights_TK, found.layout)
+            y_TD = d.combine(found.rows_RD, weights_TK, found.handle)
             started = time.monotonic()
             y_TD.sum().backward()
     except PeerError as error:
@@ -362,13 +362,13 @@ def fork_a_child(rank: int, world: int, _: None) -> tuple[int, bool]:
     if child == 0:
         code = 1
         try:
-            told = caught(lambda: d.combine(found.rows_RD, weights_TK, found.layout))
+            told = caught(lambda: d.combine(found.rows_RD, weights_TK, found.handle))
             code = 0 if "a forked child must make its own" in str(told) else 2
             del found, d
         finally:
             os._exit(code)
     status = os.waitpid(child, 0)[1]
-    y_TD = d.combine(found.rows_RD, weights_TK, found.layout)
+    y_TD = d.combine(found.rows_RD, weights_TK, found.handle)
     kept = (ids_TK >= 0).float() * weights_TK
     right = torch.allclose(y_TD, x_TD * kept.sum(1, keepdim=True), atol=1e-5)
     return status, right and step_is_right(d, rank, world, 5)
@@ -402,4 +402,4 @@ def raise_before_combine(rank: int, world: int, _: None) -> None:
     found = d.dispatch(torch.ones(2, HIDDEN), torch.zeros(2, 1, dtype=torch.int64))
     if rank == 1:
         raise ValueError("the experts failed")
-    d.combine(found.rows_RD, torch.ones(2, 1), found.layout)
+    d.combine(found.rows_RD, torch.ones(2, 1), found.handle)

@@ -25,7 +25,7 @@ def test_rows_that_start_at_no_multiple_of_a_vector_have_the_same_bits(hidden: i
         dispatcher = make_dispatcher(6, backend="local")
         given = given.detach().requires_grad_()
         sent = dispatcher.dispatch(given, ids_TK)
-        y_TD = dispatcher.combine(sent.rows_RD * 2, weights_TK, sent.layout)
+        y_TD = dispatcher.combine(sent.rows_RD * 2, weights_TK, sent.handle)
         y_TD.float().sum().backward()
         answers.append((sent.rows_RD.detach(), y_TD.detach(), given.grad))
     assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))

@@ -1,4 +1,4 @@
-"""``FoldedMesh`` on 4 and 8 real ranks: its groups are of the right ranks, and its DeviceMeshes are the same groups."""
+"""``ParallelMesh`` on 4 and 8 real ranks: its groups are of the right ranks, and its DeviceMeshes are the same groups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from moe_comm.errors import ConfigError
-from moe_comm.topology import ATTENTION_AXES, EXPERT_AXES, FoldedMesh, ParallelConfig, Sharding, Split
+from moe_comm.topology import ATTENTION_AXES, EXPERT_AXES, ParallelConfig, ParallelMesh, Sharding, Split
 from moe_comm.topology.mesh import GROUPS
 from tests.pool import RankPool
 
@@ -37,7 +37,7 @@ def members(group: Any) -> tuple[int, ...]:
 
 
 def look(rank: int, world: int, config: ParallelConfig) -> dict[str, Any]:
-    mesh = FoldedMesh(config)
+    mesh = ParallelMesh(config)
     assert mesh.attention is not None and mesh.expert is not None and mesh.rank == rank
     assert mesh.place == config.place(rank) and mesh.sizes == config.sizes
     found: dict[str, Any] = {"+".join(axes): members(mesh.group(*axes)) for axes in GROUPS}
@@ -60,7 +60,7 @@ def look(rank: int, world: int, config: ParallelConfig) -> dict[str, Any]:
     }
     found |= {f"sum {name}": members(mesh.sum_group(sharding)) for name, sharding in sums.items()}
     with pytest.raises(ConfigError, match=f"for {2 * world} ranks, but there are {world}"):
-        FoldedMesh(ParallelConfig(dp=2 * world))
+        ParallelMesh(ParallelConfig(dp=2 * world))
     if min(config.tp, config.cp, config.dp) > 1:
         with pytest.raises(ConfigError, match="no group over"):
             mesh.group("tp", "dp")
@@ -91,8 +91,8 @@ def test_groups_of_eight_ranks(pool8: RankPool, config: ParallelConfig) -> None:
 
 
 def test_one_rank_needs_no_process_group() -> None:
-    mesh = FoldedMesh(ParallelConfig())
+    mesh = ParallelMesh(ParallelConfig())
     assert mesh.attention is None and mesh.expert is None and mesh.world_group is None and mesh.tied_group is None
     assert all(mesh.group(*axes) is None and mesh.ranks(*axes) == (0,) for axes in GROUPS)
     with pytest.raises(ConfigError, match="for 2 ranks, but there are 1"):
-        FoldedMesh(ParallelConfig(dp=2))
+        ParallelMesh(ParallelConfig(dp=2))

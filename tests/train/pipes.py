@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from moe_comm.layers.moe.layer import MoEConfig, MoELayer
 from moe_comm.layers.moe.router import RouterConfig
-from moe_comm.topology import FoldedMesh
+from moe_comm.topology import ParallelMesh
 from moe_comm.train.pipeline import Activations, MicroBatch, StagePlan, make_runner, plan_stages
 
 VOCAB, HIDDEN, FFN, EXPERTS, LENGTH = 19, 8, 12, 4, 6
@@ -136,7 +136,7 @@ def reference(case: Case) -> tuple[Tensor, dict[str, Tensor]]:
     return torch.stack(losses).double(), gradients
 
 
-def build(case: Case, mesh: FoldedMesh) -> list[Part]:
+def build(case: Case, mesh: ParallelMesh) -> list[Part]:
     """This rank's stages."""
     plan = case.plan
     parts = [
@@ -149,6 +149,6 @@ def build(case: Case, mesh: FoldedMesh) -> list[Part]:
     return parts
 
 
-def make(case: Case, parts: list[Part], mesh: FoldedMesh, **options: Any) -> Any:
+def make(case: Case, parts: list[Part], mesh: ParallelMesh, **options: Any) -> Any:
     activations = Activations(HIDDEN, case.dtype)
     return make_runner(parts, mesh, case.plan, case.schedule, activations, timeout_s=30, **options)

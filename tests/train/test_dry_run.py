@@ -26,7 +26,7 @@ from moe_comm.plan.model.activations import Activations
 from moe_comm.plan.model.shape import ModelShape
 from moe_comm.plan.pipeline.in_flight import moments
 from moe_comm.plan.pipeline.schedules import SCHEDULES, check_micro_batches
-from moe_comm.topology import FoldedMesh
+from moe_comm.topology import ParallelMesh
 from moe_comm.train.config import load, ready_configs
 from moe_comm.train.dry_run import DryRun, describe, examine, fake_ranks
 from moe_comm.train.loop.build import architecture_of, build
@@ -127,7 +127,7 @@ def test_what_is_spread_over_ranks_is_there_once(strategy: str) -> None:
 def held(rank: int, world: int, settings: tuple[str, ...]) -> dict[str, int]:
     """Bytes that a real run holds on this rank before its first step."""
     config = load(None, settings)
-    machinery = build(config, architecture_of(config, 257), FoldedMesh(config.parallel.mapping(world)))
+    machinery = build(config, architecture_of(config, 257), ParallelMesh(config.parallel.mapping(world)))
     data_parallel = machinery.data_parallel
     data_parallel.zero_grad()
     params = {p for stage in machinery.stages for p in stage.parameters()}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_comm.topology import FoldedMesh, Sharding, Split
+from moe_comm.topology import ParallelMesh, Sharding, Split
 from moe_comm.train.optim import Optimizer, OptimizerOptions, make_optimizer
 from moe_comm.train.parallel import DataParallel, DataParallelOptions, Owned
 from moe_comm.train.pipeline import prepare_backward
@@ -46,7 +46,7 @@ def whole(name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
 class Toy(nn.Module):
     """Modules nested as the names say, each with the parameters that are directly its own."""
 
-    def __init__(self, shardings: Mapping[str, Sharding], mesh: FoldedMesh, prefix: str = "") -> None:
+    def __init__(self, shardings: Mapping[str, Sharding], mesh: ParallelMesh, prefix: str = "") -> None:
         super().__init__()
         self.mesh, self.prefix, self.shardings_ = mesh, prefix, dict(shardings)
         children: dict[str, dict[str, Sharding]] = {}
@@ -95,7 +95,7 @@ class Toy(nn.Module):
 
 
 def make(
-    mesh: FoldedMesh, options: DataParallelOptions, shardings: Mapping[str, Sharding] = SHARDINGS, **more: Any
+    mesh: ParallelMesh, options: DataParallelOptions, shardings: Mapping[str, Sharding] = SHARDINGS, **more: Any
 ) -> tuple[Toy, DataParallel]:
     model = Toy(shardings, mesh)
     return model, DataParallel(model, shardings, mesh, options, **more)
@@ -111,7 +111,7 @@ def backward(model: Toy, data_parallel: DataParallel, parts: int = 1) -> None:
 
 
 def train(
-    mesh: FoldedMesh,
+    mesh: ParallelMesh,
     options: DataParallelOptions,
     optimizer_options: OptimizerOptions,
     *,
@@ -132,7 +132,7 @@ def train(
 Pieces = list[tuple[str, tuple[slice, ...], Tensor]]
 
 
-def pieces(owned: list[Owned], mesh: FoldedMesh, values: Mapping[str, Tensor] | None = None) -> Pieces:
+def pieces(owned: list[Owned], mesh: ParallelMesh, values: Mapping[str, Tensor] | None = None) -> Pieces:
     """What a rank owns as boxes of the whole parameters, to be sent to the test's process."""
     found: Pieces = []
     for item in owned:

@@ -26,7 +26,7 @@ from moe_comm.layers.moe.experts import Experts
 from moe_comm.layers.parallel.collectives import gather_dim, scatter_sum
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.runtime.launch import available_cores, init_ranks
-from moe_comm.topology import FoldedMesh, ParallelConfig
+from moe_comm.topology import ParallelConfig, ParallelMesh
 from moe_comm.train import config as configuration
 from moe_comm.train.loop.build import architecture_of, build_stages
 from moe_comm.train.parallel.compress import Wire
@@ -251,7 +251,7 @@ def _passes() -> list[Passed]:
 def _alone_mesh() -> Any:
     """The mesh of a rank that trains by itself."""
 
-    class Alone(FoldedMesh):
+    class Alone(ParallelMesh):
         def __init__(self) -> None:
             self.config, self.device, self.rank = ParallelConfig(), "cpu", 0
             self.place, self.sizes = self.config.place(0), self.config.sizes
@@ -301,7 +301,7 @@ def _moves_of(size: int, group: Any, rows: int) -> list[Moving]:
         sent = dispatcher.dispatch(x_RD, ids_T1)
         rows_RD = sent.rows_RD
         out_RD = dispatcher.empty_rows(len(rows_RD), WIDTH, rows_RD.dtype, rows_RD.device)
-        dispatcher.combine(out_RD.copy_(rows_RD), weights_T1, sent.layout)
+        dispatcher.combine(out_RD.copy_(rows_RD), weights_T1, sent.handle)
 
     found.append(Moving("all_to_all", size, x_RD.nbytes, _together(there_and_back, times) / 2))
     dispatcher.close()

@@ -32,7 +32,7 @@ from moe_comm.plan.model.load import Load
 from moe_comm.plan.model.mapping import Mapping, Place
 from moe_comm.plan.step.step import StepModel
 from moe_comm.runtime.launch import init_ranks
-from moe_comm.topology import FoldedMesh
+from moe_comm.topology import ParallelMesh
 from moe_comm.train import config as configuration
 from moe_comm.train.loop.build import architecture_of, build
 from moe_comm.train.loop.trainer import StepBatch, Trainer
@@ -148,7 +148,7 @@ def _trainer(model: int, mapping: str, stack: contextlib.ExitStack) -> Any:
     # Weights start wide and hardly move, so that routers spread tokens over experts, and go on to.
     given += ["optimizer.warmup=0", "optimizer.lr=1e-6", "parallel.sharding=replicate"]
     config = configuration.load(None, given)
-    mesh = FoldedMesh(config.parallel.mapping(ranks.world))
+    mesh = ParallelMesh(config.parallel.mapping(ranks.world))
     machinery = build(config, architecture_of(config, sizes["vocab"]), mesh)
     for stage in machinery.stages:
         stack.callback(stage.close)  # type: ignore[arg-type]
@@ -159,7 +159,7 @@ def _trainer(model: int, mapping: str, stack: contextlib.ExitStack) -> Any:
 class _Feed:
     """Tokens by chance, the same for ranks that work on the same ones."""
 
-    def __init__(self, vocab: int, mesh: FoldedMesh) -> None:
+    def __init__(self, vocab: int, mesh: ParallelMesh) -> None:
         self._vocab, self._dp = vocab, mesh.size("dp")
         self._chance = torch.Generator().manual_seed(mesh.place["dp"])
 

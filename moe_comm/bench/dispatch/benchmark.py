@@ -62,7 +62,7 @@ class Ours:
         self.results_RD = self._scaled(self.routed.rows_RD.detach()).requires_grad_(self.settings.backward)
 
     def _combine(self) -> None:
-        self.y_TD = self.dispatcher.combine(self.results_RD, self.weights_TK, self.routed.layout)
+        self.y_TD = self.dispatcher.combine(self.results_RD, self.weights_TK, self.routed.handle)
 
     def _combine_backward(self) -> None:
         grads = torch.autograd.grad(self.y_TD, (self.results_RD, self.weights_TK), self.case.grad_TD)
@@ -77,7 +77,7 @@ class Ours:
     def _scaled(self, rows_RD: Tensor) -> Tensor:
         """The stand-in experts: each row times its expert's scale, written where peers read it in place."""
         out_RD = self.dispatcher.empty_rows(len(rows_RD), rows_RD.shape[1], rows_RD.dtype, rows_RD.device)
-        counts = torch.tensor(self.routed.layout.rows_per_expert, device=rows_RD.device)
+        counts = torch.tensor(self.routed.handle.rows_per_expert, device=rows_RD.device)
         scale_R = self.scale_L.repeat_interleave(counts, output_size=len(rows_RD))
         return torch.mul(rows_RD, scale_R[:, None], out=out_RD)
 

@@ -114,9 +114,9 @@ class _Contestant:
         rows_RD = sent.rows_RD
         if scaled:
             own = self.dispatcher.local_experts
-            counts = torch.tensor(sent.layout.rows_per_expert)
+            counts = torch.tensor(sent.handle.rows_per_expert)
             rows_RD = rows_RD * self.case.scale_E[own.start : own.stop].repeat_interleave(counts).unsqueeze(1)
-        self._y_TD = self.dispatcher.combine(rows_RD, self.weights_TK, sent.layout)
+        self._y_TD = self.dispatcher.combine(rows_RD, self.weights_TK, sent.handle)
         return self._y_TD
 
     def backward(self) -> None:

@@ -344,14 +344,14 @@ def measure_links(
 
 def _measure(flows: Sequence[tuple[int, int]], num_bytes: int) -> float:
     here = int(os.environ["RANK"])
-    coming = sum(to == here for _, to in flows)
+    pending = sum(to == here for _, to in flows)
     senders = [threading.Thread(target=_send, args=(to, num_bytes)) for source, to in flows if source == here]
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(socket.create_server((host_address(here), MEASURE_PORT), backlog=len(flows)))
         for sender in senders:
             sender.start()
             stack.callback(sender.join)
-        connections = [stack.enter_context(server.accept()[0]) for _ in range(coming)]
+        connections = [stack.enter_context(server.accept()[0]) for _ in range(pending)]
         began = time.perf_counter()
         for connection in connections:
             connection.send(b"!")  # nothing is on its way before the clock runs: a slow start makes no link look fast
@@ -364,8 +364,8 @@ def _measure(flows: Sequence[tuple[int, int]], num_bytes: int) -> float:
                 if not got:
                     del poll[file]
         seconds = time.perf_counter() - began
-    if total != coming * num_bytes:
-        raise RankFailed(f"{coming} flows of {num_bytes} bytes, and {total} bytes came")
+    if total != pending * num_bytes:
+        raise RankFailed(f"{pending} flows of {num_bytes} bytes, and {total} bytes came")
     return total * 8e-9 / seconds
 
 

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.bench.overlap.case import Contest, Work, gradients, stepwise
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher, Routes
-from moe_comm.dispatch.types import Layout
+from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.kernels.row_invariant import aligned, expert_mm, product_into
 from moe_comm.overlap.dispatch_matmul import dispatch_matmul
 from moe_comm.overlap.matmul_combine import matmul_combine
@@ -81,9 +81,9 @@ class _OfExperts(Contest):
         self.experts = len(self.dispatcher.local_experts)
         self.ids_TK = balanced_ids(self.rows, bench.num_experts, bench.top_k, self._generator)
 
-    def moving(self, layout: Layout, outward: bool) -> Work:
+    def moving(self, handle: DispatchHandle, outward: bool) -> Work:
         """The transfer of a dispatch's rows alone, or that of a combine's."""
-        routes: Routes = layout.state
+        routes: Routes = handle.state
         send, receive = (routes.send, routes.receive) if outward else (routes.receive, routes.send)
         rows = self.draw(sum(send), self.bench.width)
         return lambda: self.dispatcher.channel.all_to_all(rows, send, receive, "rows")
@@ -98,13 +98,13 @@ class DispatchMatmul(_OfExperts):
         x, w = self.draw(self.rows, width).requires_grad_(), self.draw(self.experts, self.other, width).requires_grad_()
         xd, wd = x.detach(), w.detach()
         dispatched = dispatcher.dispatch(x, ids)
-        rows, sizes = dispatched.rows_RD.detach(), dispatched.layout.rows_per_expert
-        self.wire = self.moving(dispatched.layout, outward=self.direction == "forward")
+        rows, sizes = dispatched.rows_RD.detach(), dispatched.handle.rows_per_expert
+        self.wire = self.moving(dispatched.handle, outward=self.direction == "forward")
         if self.direction == "forward":
 
             def serial() -> Tensor:
                 found = dispatcher.dispatch(xd, ids)
-                return products(found.rows_RD, found.layout.rows_per_expert, wd.transpose(1, 2))
+                return products(found.rows_RD, found.handle.rows_per_expert, wd.transpose(1, 2))
 
             self.compute = lambda: products(rows, sizes, wd.transpose(1, 2))
             self.comm = lambda: dispatcher.dispatch(xd, ids).rows_RD
@@ -133,29 +133,29 @@ class MatmulCombine(_OfExperts):
         # Where rows go, in as many chunks as pay beside products of this width.
         none_EGD = torch.zeros(self.experts, self.other, width)
         _, dispatch = dispatch_matmul(dispatcher, torch.zeros(self.rows, width), self.ids_TK, none_EGD, overlap)
-        layout, sizes = dispatch.layout, dispatch.layout.rows_per_expert
-        self.wire = self.moving(layout, outward=self.direction == "backward")
-        rows = self.draw(layout.num_rows, self.other).requires_grad_()
+        handle, sizes = dispatch.handle, dispatch.handle.rows_per_expert
+        self.wire = self.moving(handle, outward=self.direction == "backward")
+        rows = self.draw(handle.num_rows, self.other).requires_grad_()
         w = self.draw(self.experts, width, self.other).requires_grad_()
         weights = torch.rand(self.rows, self.bench.top_k, generator=self._generator).requires_grad_()
         rowsd, wd, weightsd = rows.detach(), w.detach(), weights.detach()
         if self.direction == "forward":
-            whole = self.draw(layout.num_rows, width)
+            whole = self.draw(handle.num_rows, width)
             self.compute = lambda: products(rowsd, sizes, wd.transpose(1, 2))
-            self.comm = lambda: dispatcher.combine(whole, weightsd, layout)
-            self.serial = lambda: dispatcher.combine(products(rowsd, sizes, wd.transpose(1, 2)), weightsd, layout)
+            self.comm = lambda: dispatcher.combine(whole, weightsd, handle)
+            self.serial = lambda: dispatcher.combine(products(rowsd, sizes, wd.transpose(1, 2)), weightsd, handle)
             self.overlapped = lambda: matmul_combine(rowsd, wd, weightsd, dispatch)
             return
         grad = self.draw(self.rows, width)
         y = matmul_combine(rows, w, weights, dispatch)
         results = products(rowsd, sizes, wd.transpose(1, 2)).requires_grad_()
-        combined = dispatcher.combine(results, weights, layout)
+        combined = dispatcher.combine(results, weights, handle)
 
         def steps(grad: Tensor) -> tuple[Tensor, Tensor]:
             grad_w = weight_products(grad, rowsd, sizes, wd)
             return products(grad, sizes, wd), grad_w
 
-        one_by_one = dispatcher.combine(stepwise(results, steps, rows, w), weights, layout)
+        one_by_one = dispatcher.combine(stepwise(results, steps, rows, w), weights, handle)
         arrived = results.detach()
         self.compute = lambda: steps(arrived)
         self.comm = lambda: gradients(combined, grad, (results, weights))

@@ -155,7 +155,7 @@ class LayerContest:
         with torch.no_grad():
             routing = module.router(self._inputs[0], 1)
             dispatched = module.dispatcher.dispatch(self._inputs[0], routing.ids_TK)
-        rows, sizes = dispatched.rows_RD.detach().requires_grad_(), dispatched.layout.rows_per_expert
+        rows, sizes = dispatched.rows_RD.detach().requires_grad_(), dispatched.handle.rows_per_expert
         grad, leaves = torch.ones_like(rows), (rows, module.experts.w13, module.experts.w2)
         return _phases(lambda: module.experts(rows, sizes), leaves, lambda: grad)
 
@@ -169,7 +169,7 @@ class LayerContest:
 
         def forward() -> Tensor:
             dispatched = module.dispatcher.dispatch(x, routing.ids_TK)
-            found: Tensor = module.dispatcher.combine(dispatched.rows_RD, weights, dispatched.layout)
+            found: Tensor = module.dispatcher.combine(dispatched.rows_RD, weights, dispatched.handle)
             return found
 
         return _phases(forward, (x, weights), lambda: grad_TD)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from moe_comm.bench.common.clock import LEAD_NS, sync_group
 from moe_comm.comm.channel import Channel
-from moe_comm.dispatch import payload, plain
+from moe_comm.dispatch import plain, wire_dtype
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.kernels import row_invariant, wide
 from moe_comm.kernels.activations import Activation, SwiGLU
@@ -174,20 +174,20 @@ def _watched(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., 
     """``Channel._start`` whose transfers are spans from their start until the backend says that they are done."""
 
     @wraps(original)
-    def start(channel: Channel, begin: Callable[[], Any], device: torch.device, doing: str, nbytes: int) -> Any:
+    def start(channel: Channel, begin: Callable[[], Any], device: torch.device, description: str, nbytes: int) -> Any:
         started = recorder.now()
         recorder.started += 1
 
         def ended(_: object) -> None:  # in a thread of the backend
-            recorder.add(TRANSFER, doing, started)
+            recorder.add(TRANSFER, description, started)
 
         def watched() -> Any:
             work = begin()
             work.get_future().add_done_callback(ended)
             return work
 
-        begun = original(channel, watched, device, doing, nbytes)
-        wait = recorder.timed(WAIT, lambda: doing, begun.wait)
+        begun = original(channel, watched, device, description, nbytes)
+        wait = recorder.timed(WAIT, lambda: description, begun.wait)
         return replace(begun, wait=wait)
 
     return start
@@ -216,7 +216,7 @@ _FUNCTIONS: Sequence[tuple[str, Callable[..., str] | None, Sequence[Callable[...
     (
         ROWS,
         None,
-        (plain.weighted_sum, plain.scale, plain.lane_dot, wide.added_in_order, payload.pack, payload.unpack),
+        (plain.weighted_sum, plain.scale, plain.lane_dot, wide.added_in_order, wire_dtype.pack, wire_dtype.unpack),
     ),
 )
 _METHODS: Sequence[tuple[str, type, str, Callable[..., str]]] = (

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from moe_comm.layers.moe.load import moe_layers
 from moe_comm.layers.parallel.shard import shardings_of
-from moe_comm.topology import Box, FoldedMesh, Sharding
+from moe_comm.topology import Box, ParallelMesh, Sharding
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.data import Corpus
 from moe_comm.train.loop.build import architecture_of, build
@@ -33,7 +33,7 @@ class Session:
 
     trainer: Trainer
     corpus: Corpus
-    mesh: FoldedMesh
+    mesh: ParallelMesh
 
     @property
     def stages(self) -> list[Any]:
@@ -88,7 +88,7 @@ def session(config: TrainConfig, **options: Any) -> Iterator[Session]:
         ConfigError: the mapping does not fit the model or the ranks.
     """
     ranks = Ranks.make()
-    mesh = FoldedMesh(config.parallel.mapping(ranks.world))
+    mesh = ParallelMesh(config.parallel.mapping(ranks.world))
     corpus = open_corpus(config, ranks)
     machinery = build(config, architecture_of(config, corpus.vocab_size), mesh)
     feed = CorpusFeed(corpus, mesh, config.parallel.context, config.data.micro_batches, config.run.steps)

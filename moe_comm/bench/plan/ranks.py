@@ -25,7 +25,7 @@ from moe_comm.bench.hosts.namespaces import Hosts
 from moe_comm.bench.hosts.ranks import run_on_hosts
 from moe_comm.bench.plan.settings import Case, PlanBench
 from moe_comm.runtime.launch import init_ranks, launch
-from moe_comm.topology import FoldedMesh
+from moe_comm.topology import ParallelMesh
 from moe_comm.train import config as configuration
 from moe_comm.train.loop.build import architecture_of, build
 from moe_comm.train.loop.feed import CorpusFeed
@@ -76,7 +76,7 @@ class _Turn:
     def __init__(self, bench: PlanBench, case: Case, folder: str, ranks: Ranks, stack: contextlib.ExitStack) -> None:
         config = configuration.load(None, [*bench.overrides(case), f"data.cache={folder}"])
         corpus = open_corpus(config, ranks)
-        mesh = FoldedMesh(config.parallel.mapping(ranks.world))
+        mesh = ParallelMesh(config.parallel.mapping(ranks.world))
         machinery = build(config, architecture_of(config, corpus.vocab_size), mesh)
         data = config.data
         feed = stack.enter_context(

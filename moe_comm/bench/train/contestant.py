@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from moe_comm.bench.train.settings import TrainBench
 from moe_comm.layers.transformer.config import TransformerConfig
-from moe_comm.topology import FoldedMesh, ParallelConfig
+from moe_comm.topology import ParallelConfig, ParallelMesh
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.data import Corpus
 from moe_comm.train.loop.feed import CorpusFeed
@@ -30,13 +30,13 @@ class Setting:
     ranks: Ranks
     weights: Path
 
-    def feed(self, mesh: FoldedMesh) -> CorpusFeed:
+    def feed(self, mesh: ParallelMesh) -> CorpusFeed:
         """This rank's batches: of all tokens on one rank, the same tokens whoever asks."""
         data = self.config.data
         return CorpusFeed(self.corpus, mesh, self.config.parallel.context, data.micro_batches, self.config.run.steps)
 
 
-class AloneMesh(FoldedMesh):
+class AloneMesh(ParallelMesh):
     """The mesh of a process that trains by itself, though it is a rank of a group."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 from moe_comm.bench.train.contestant import AloneMesh, Setting, TrainContestant
 from moe_comm.bench.train.settings import TrainBench
-from moe_comm.topology import FoldedMesh
+from moe_comm.topology import ParallelMesh
 from moe_comm.train.loop.build import build
 from moe_comm.train.loop.trainer import Trainer
 from moe_comm.train.metrics import StepReport
@@ -23,9 +23,9 @@ class Ours(TrainContestant):
         return None
 
     def __init__(self, setting: Setting) -> None:
-        self._open(setting, FoldedMesh(setting.config.parallel.mapping(setting.bench.ranks)), setting.ranks)
+        self._open(setting, ParallelMesh(setting.config.parallel.mapping(setting.bench.ranks)), setting.ranks)
 
-    def _open(self, setting: Setting, mesh: FoldedMesh, ranks: Ranks) -> None:
+    def _open(self, setting: Setting, mesh: ParallelMesh, ranks: Ranks) -> None:
         self._first = ranks.is_first
         self._stack = ExitStack()
         self._feed = self._stack.enter_context(setting.feed(mesh))

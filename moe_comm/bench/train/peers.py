@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_comm.bench.train.contestant import AloneMesh, Setting, TrainContestant
 from moe_comm.bench.train.settings import BETAS, EPS, LR, WEIGHT_DECAY, TrainBench
-from moe_comm.topology import FoldedMesh
+from moe_comm.topology import ParallelMesh
 from moe_comm.train.pipeline.batch import MicroBatch
 
 
@@ -63,7 +63,7 @@ class HuggingFace(TrainContestant):
     def __init__(self, setting: Setting) -> None:
         bench = setting.bench
         self.ranks_in_mean = 1 if self.alone else bench.ranks
-        mesh = AloneMesh() if self.alone else FoldedMesh(setting.config.parallel.mapping(bench.ranks))
+        mesh = AloneMesh() if self.alone else ParallelMesh(setting.config.parallel.mapping(bench.ranks))
         self._stack = ExitStack()
         self._feed = self._stack.enter_context(setting.feed(mesh))
         self.model = self.build(setting)

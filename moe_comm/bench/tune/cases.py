@@ -145,7 +145,7 @@ class MatmulCombine(_OfExperts):
         super().__init__(ground, rows, sent, other)
         self._sent_TD = torch.zeros(rows, sent, dtype=ground.dtype, device=ground.device)
         self._weights_TK = ground.draw(rows, TOP_K)
-        received = ground.dispatcher.dispatch(self._sent_TD, self.ids_TK).layout.num_rows
+        received = ground.dispatcher.dispatch(self._sent_TD, self.ids_TK).handle.num_rows
         self.leaves = ground.draw(received, other), ground.draw(EXPERTS, sent, other), self._weights_TK
 
     def prepare(self, overlap: Overlap) -> Callable[[], Tensor]:

@@ -29,9 +29,9 @@ from moe_comm.comm.header import Header, describe
 from moe_comm.dispatch import plain
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher, Routes
 from moe_comm.dispatch.group_scales import GROUP, Groups, decode_groups, encode_groups
-from moe_comm.dispatch.payload import Payload, pack, unpack
 from moe_comm.dispatch.sums import scale_
-from moe_comm.dispatch.types import Layout
+from moe_comm.dispatch.types import DispatchHandle
+from moe_comm.dispatch.wire_dtype import WireDtype, pack, unpack
 from moe_comm.kernels.wide import wide_dtype
 from moe_comm.runtime.memory import take
 
@@ -48,77 +48,81 @@ class AllGatherDispatcher(AllToAllDispatcher):
 
     name = "all_gather"
 
-    def own_rows(self, layout: Layout, leaving: int) -> None:
+    def own_rows(self, handle: DispatchHandle, leaving: int) -> None:
         """Rows go to all: the collective counts them."""
 
-    def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, Layout]:
+    def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, DispatchHandle]:
         counts = self._handshake.exchange(header, ids_TK, x_TD.device)
         routes = self._routes(ids_TK, counts)
-        doing = describe(header)
+        description = describe(header)
         # Expert ids are below 2^31: the handshake has seen them.
-        ids_PK = self._everywhere(ids_TK.to(torch.int32), counts.tokens_W, doing, fill=-1)
+        ids_PK = self._everywhere(ids_TK.to(torch.int32), counts.tokens_W, description, fill=-1)
         own = self.local_experts
         local_PK = torch.where((ids_PK >= own.start) & (ids_PK < own.stop), ids_PK - own.start, -1)
         order, _ = plain.order_slots(local_PK, len(own))
         gathered_R = order[: sum(routes.receive)]
-        x_PD = self._rows_everywhere(x_TD, counts.tokens_W, self.options.payloads.of(header.op), doing)
+        x_PD = self._rows_everywhere(x_TD, counts.tokens_W, self.options.wire_dtypes.of(header.op), description)
         rows_RD = x_PD[gathered_R // ids_TK.shape[1]]
-        layout = self._layout(x_TD, ids_TK, counts, routes, header)
-        return rows_RD, replace(layout, state=GatheredRoutes(**vars(routes), gathered_R=gathered_R))
+        handle = self._layout(x_TD, ids_TK, counts, routes, header)
+        return rows_RD, replace(handle, state=GatheredRoutes(**vars(routes), gathered_R=gathered_R))
 
-    def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, layout: Layout, header: Header) -> Tensor:
-        if self.options.deterministic or self.options.payloads.of(header.op).narrows(layout.dtype):
-            return super()._sum(rows_RD, weights_TK, layout, header)
+    def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:
+        if self.options.deterministic or self.options.wire_dtypes.of(header.op).narrows(handle.dtype):
+            return super()._sum(rows_RD, weights_TK, handle, header)
         self.agree_again(header, rows_RD.device)
-        doing = describe(header)
-        routes: GatheredRoutes = layout.state
+        description = describe(header)
+        routes: GatheredRoutes = handle.state
         rows_RD = rows_RD.to(wide_dtype(rows_RD.dtype))
         if weights_TK is not None:
-            rows_RD = rows_RD * self._weights(weights_TK, routes, doing).unsqueeze(1)
+            rows_RD = rows_RD * self._weights(weights_TK, routes, description).unsqueeze(1)
         longest = max(routes.tokens_W)
-        total_PD = rows_RD.new_zeros(self.world * longest, layout.hidden)
-        total_PD.index_add_(0, routes.gathered_R // layout.top_k, rows_RD)
+        total_PD = rows_RD.new_zeros(self.world * longest, handle.hidden)
+        total_PD.index_add_(0, routes.gathered_R // handle.top_k, rows_RD)
         if longest:
-            total_PD = self.channel.reduce_scatter(total_PD.view(self.world, longest, layout.hidden), doing)
-        return total_PD[: layout.num_tokens].to(layout.dtype)
+            total_PD = self.channel.reduce_scatter(total_PD.view(self.world, longest, handle.hidden), description)
+        return total_PD[: handle.num_tokens].to(handle.dtype)
 
     def _spread(
-        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, layout: Layout, header: Header
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header
     ) -> tuple[Tensor, Tensor | None]:
         self.agree_again(header, grad_TD.device)
-        doing = describe(header)
-        routes: GatheredRoutes = layout.state
-        weights_R = self._weights(weights_TK, routes, doing)
-        grad_PD = self._rows_everywhere(grad_TD, routes.tokens_W, self.options.payloads.of(header.op), doing)
-        grad_RD = take(grad_PD, routes.gathered_R // layout.top_k)
+        description = describe(header)
+        routes: GatheredRoutes = handle.state
+        weights_R = self._weights(weights_TK, routes, description)
+        grad_PD = self._rows_everywhere(grad_TD, routes.tokens_W, self.options.wire_dtypes.of(header.op), description)
+        grad_RD = take(grad_PD, routes.gathered_R // handle.top_k)
         dots_R = scale_(grad_RD, weights_R, rows_RD)
-        return grad_RD, None if dots_R is None else self._dots(dots_R, layout, doing)
+        return grad_RD, None if dots_R is None else self._dots(dots_R, handle, description)
 
-    def _weights(self, weights_TK: Tensor, routes: GatheredRoutes, doing: str) -> Tensor:
+    def _weights(self, weights_TK: Tensor, routes: GatheredRoutes, description: str) -> Tensor:
         """[R] the weight of each row here."""
-        return self._everywhere(weights_TK, routes.tokens_W, doing).reshape(-1)[routes.gathered_R]
+        return self._everywhere(weights_TK, routes.tokens_W, description).reshape(-1)[routes.gathered_R]
 
-    def _rows_everywhere(self, rows_TD: Tensor, tokens_W: tuple[int, ...], payload: Payload, doing: str) -> Tensor:
+    def _rows_everywhere(
+        self, rows_TD: Tensor, tokens_W: tuple[int, ...], wire_dtype: WireDtype, description: str
+    ) -> Tensor:
         """``_everywhere`` of rows in their payload; groups of rows are those of a rank's tokens, experts apart."""
-        if payload.scales == "group":
-            return self._groups_everywhere(rows_TD, tokens_W, payload, doing) if max(tokens_W) else rows_TD
-        moved_PX = self._everywhere(pack(rows_TD, payload), tokens_W, doing)
-        return unpack(moved_PX, payload, rows_TD.shape[1], rows_TD.dtype)
+        if wire_dtype.scales == "group":
+            return self._groups_everywhere(rows_TD, tokens_W, wire_dtype, description) if max(tokens_W) else rows_TD
+        moved_PX = self._everywhere(pack(rows_TD, wire_dtype), tokens_W, description)
+        return unpack(moved_PX, wire_dtype, rows_TD.shape[1], rows_TD.dtype)
 
-    def _groups_everywhere(self, rows_TD: Tensor, tokens_W: tuple[int, ...], payload: Payload, doing: str) -> Tensor:
+    def _groups_everywhere(
+        self, rows_TD: Tensor, tokens_W: tuple[int, ...], wire_dtype: WireDtype, description: str
+    ) -> Tensor:
         longest, device = max(tokens_W), rows_TD.device
         groups_W = tuple(-(-tokens // GROUP) for tokens in tokens_W)
         own = Groups.of(np.array([rows_TD.shape[0]]), (0, 1), device)
-        packed_TX, scale_GD = encode_groups(rows_TD, own, payload)
-        packed_PX = self._everywhere(packed_TX, tokens_W, doing)
-        scale_PD = self._everywhere(scale_GD, groups_W, doing)
+        packed_TX, scale_GD = encode_groups(rows_TD, own, wire_dtype)
+        packed_PX = self._everywhere(packed_TX, tokens_W, description)
+        scale_PD = self._everywhere(scale_GD, groups_W, description)
         every = Groups.of(np.full(self.world, longest), range(self.world + 1), device)  # padded as the rows are
         return decode_groups(packed_PX, scale_PD, every, rows_TD.dtype)
 
-    def _everywhere(self, tensor_TX: Tensor, tokens_W: tuple[int, ...], doing: str, fill: float = 0) -> Tensor:
+    def _everywhere(self, tensor_TX: Tensor, tokens_W: tuple[int, ...], description: str, fill: float = 0) -> Tensor:
         """[W * longest, X] of every rank, each padded to the longest with ``fill``."""
         longest = max(tokens_W)
         if not longest:
             return tensor_TX
         padded = F.pad(tensor_TX, (0, 0, 0, longest - tensor_TX.shape[0]), value=fill)
-        return self.channel.all_gather(padded, doing).flatten(0, 1)
+        return self.channel.all_gather(padded, description).flatten(0, 1)

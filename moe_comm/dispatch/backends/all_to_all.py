@@ -33,9 +33,9 @@ from moe_comm.dispatch import plain
 from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.group_scales import Groups, decode_groups, encode_groups
 from moe_comm.dispatch.handshake import Counts, Handshake, Words
-from moe_comm.dispatch.payload import Payload, pack, unpack
 from moe_comm.dispatch.sums import scale_, take, weighted_sum
-from moe_comm.dispatch.types import DispatchOptions, Layout
+from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
+from moe_comm.dispatch.wire_dtype import WireDtype, pack, unpack
 from moe_comm.errors import RoutingError
 from moe_comm.topology import ExpertPlacement
 
@@ -84,7 +84,7 @@ class AllToAllDispatcher(Dispatcher):
     def _routing_fault(self, ids_TK: Tensor) -> RoutingError | None:
         return None  # counted with the slots, and told with the counts
 
-    def agree(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> Layout:
+    def agree(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> DispatchHandle:
         """The handshake of a dispatch, and where all rows will go; none has moved yet.
 
         Raises:
@@ -98,70 +98,72 @@ class AllToAllDispatcher(Dispatcher):
         if self.options.checked:
             self._handshake.exchange(header, None, device)
 
-    def send(self, x_TD: Tensor, layout: Layout, header: Header) -> Tensor:
+    def send(self, x_TD: Tensor, handle: DispatchHandle, header: Header) -> Tensor:
         """[R, D] the rows of this rank's experts, moved as ``agree`` has laid them out; without autograd."""
-        routes: Routes = layout.state
-        payload = self.options.payloads.of(header.op)
-        return self._rows_out(x_TD, routes.slot_S // layout.top_k, payload, routes, describe(header))
+        routes: Routes = handle.state
+        wire_dtype = self.options.wire_dtypes.of(header.op)
+        return self._rows_out(x_TD, routes.slot_S // handle.top_k, wire_dtype, routes, describe(header))
 
-    def own_rows(self, layout: Layout, leaving: int) -> int | None:
-        return int(layout.state.send[self.rank])
+    def own_rows(self, handle: DispatchHandle, leaving: int) -> int | None:
+        return int(handle.state.send[self.rank])
 
-    def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, Layout]:
-        layout = self.agree(x_TD, ids_TK, header)
-        return self.send(x_TD, layout, header), layout
+    def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, DispatchHandle]:
+        handle = self.agree(x_TD, ids_TK, header)
+        return self.send(x_TD, handle, header), handle
 
-    def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, layout: Layout, header: Header) -> Tensor:
+    def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:
         self.agree_again(header, rows_RD.device)
-        payload = self.options.payloads.of(header.op)
-        rows_SD = self._rows_back(rows_RD, payload, layout.state, describe(header))
-        return weighted_sum(rows_SD, layout.state.place_TK, weights_TK)
+        wire_dtype = self.options.wire_dtypes.of(header.op)
+        rows_SD = self._rows_back(rows_RD, wire_dtype, handle.state, describe(header))
+        return weighted_sum(rows_SD, handle.state.place_TK, weights_TK)
 
     def _spread(
-        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, layout: Layout, header: Header
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header
     ) -> tuple[Tensor, Tensor | None]:
         self.agree_again(header, grad_TD.device)
-        routes: Routes = layout.state
-        payload = self.options.payloads.of(header.op)
-        token_S = routes.slot_S // layout.top_k
+        routes: Routes = handle.state
+        wire_dtype = self.options.wire_dtypes.of(header.op)
+        token_S = routes.slot_S // handle.top_k
         weights_S = weights_TK.reshape(-1)[routes.slot_S]
-        doing = describe(header)
-        if rows_RD is None and not payload.narrows(grad_TD.dtype):
-            return self._out(plain.scale(take(grad_TD, token_S), weights_S), routes, doing), None
+        description = describe(header)
+        if rows_RD is None and not wire_dtype.narrows(grad_TD.dtype):
+            return self._out(plain.scale(take(grad_TD, token_S), weights_S), routes, description), None
         # A quantised gradient is rounded before it is scaled, whether or not the weights need a gradient.
-        grad_RD = self._rows_out(grad_TD, token_S, payload, routes, doing)
-        weights_R = self._out(weights_S, routes, doing)
+        grad_RD = self._rows_out(grad_TD, token_S, wire_dtype, routes, description)
+        weights_R = self._out(weights_S, routes, description)
         dots_R = scale_(grad_RD, weights_R, rows_RD)
-        return grad_RD, None if dots_R is None else self._dots(dots_R, layout, doing)
+        return grad_RD, None if dots_R is None else self._dots(dots_R, handle, description)
 
-    def _dots(self, dots_R: Tensor, layout: Layout, doing: str) -> Tensor:
+    def _dots(self, dots_R: Tensor, handle: DispatchHandle, description: str) -> Tensor:
         """[T, K] dot products of rows and gradients, sent to their tokens."""
-        routes: Routes = layout.state
-        return to_slots(self._back(dots_R, routes, doing), layout)
+        routes: Routes = handle.state
+        return to_slots(self._back(dots_R, routes, description), handle)
 
-    def _rows_out(self, rows_TD: Tensor, token_S: Tensor, payload: Payload, routes: Routes, doing: str) -> Tensor:
+    def _rows_out(
+        self, rows_TD: Tensor, token_S: Tensor, wire_dtype: WireDtype, routes: Routes, description: str
+    ) -> Tensor:
         """``_out`` of each slot's row, in its payload."""
-        if payload.scales == "group":
+        if wire_dtype.scales == "group":
             leaving, arriving = self._groups(routes, rows_TD.device)
-            packed_SX, scale_GD = encode_groups(take(rows_TD, token_S), leaving, payload)
-            packed_RX = self.channel.all_to_all(packed_SX, routes.send, routes.receive, doing)
-            scale_GD = self.channel.all_to_all(scale_GD, leaving.per_rank, arriving.per_rank, doing)
+            packed_SX, scale_GD = encode_groups(take(rows_TD, token_S), leaving, wire_dtype)
+            packed_RX = self.channel.all_to_all(packed_SX, routes.send, routes.receive, description)
+            scale_GD = self.channel.all_to_all(scale_GD, leaving.per_rank, arriving.per_rank, description)
             rows_RD = decode_groups(packed_RX, scale_GD, arriving, rows_TD.dtype)
             return rows_RD if routes.by_expert_R is None else take(rows_RD, routes.by_expert_R)
-        moved_RX = self._out(take(pack(rows_TD, payload), token_S), routes, doing)
-        return unpack(moved_RX, payload, rows_TD.shape[1], rows_TD.dtype)
+        moved_RX = self._out(take(pack(rows_TD, wire_dtype), token_S), routes, description)
+        return unpack(moved_RX, wire_dtype, rows_TD.shape[1], rows_TD.dtype)
 
-    def _rows_back(self, rows_RD: Tensor, payload: Payload, routes: Routes, doing: str) -> Tensor:
+    def _rows_back(self, rows_RD: Tensor, wire_dtype: WireDtype, routes: Routes, description: str) -> Tensor:
         """``_back`` of rows in their payload."""
-        if payload.scales == "group":
+        if wire_dtype.scales == "group":
             arriving, leaving = self._groups(routes, rows_RD.device)
             ordered_RD = rows_RD if routes.by_source_R is None else take(rows_RD, routes.by_source_R)
-            packed_RX, scale_GD = encode_groups(ordered_RD, leaving, payload)
-            packed_SX = self.channel.all_to_all(packed_RX, routes.receive, routes.send, doing)
-            scale_GD = self.channel.all_to_all(scale_GD, leaving.per_rank, arriving.per_rank, doing)
+            packed_RX, scale_GD = encode_groups(ordered_RD, leaving, wire_dtype)
+            packed_SX = self.channel.all_to_all(packed_RX, routes.receive, routes.send, description)
+            scale_GD = self.channel.all_to_all(scale_GD, leaving.per_rank, arriving.per_rank, description)
             return decode_groups(packed_SX, scale_GD, arriving, rows_RD.dtype)
-        moved_SX = self._back(pack(rows_RD, payload), routes, doing)
-        return unpack(moved_SX, payload, rows_RD.shape[1], rows_RD.dtype)
+        moved_SX = self._back(pack(rows_RD, wire_dtype), routes, description)
+        return unpack(moved_SX, wire_dtype, rows_RD.shape[1], rows_RD.dtype)
 
     def _groups(self, routes: Routes, device: torch.device) -> tuple[Groups, Groups]:
         """Of the rows of this rank's tokens, by expert; and of those of its experts, by (source, expert)."""
@@ -171,15 +173,15 @@ class AllToAllDispatcher(Dispatcher):
         tokens = Groups.of(routes.rows_WE[self.rank], self.placement.offsets, device)
         return tokens, Groups.of(here, sources, device)
 
-    def _out(self, rows_SX: Tensor, routes: Routes, doing: str) -> Tensor:
+    def _out(self, rows_SX: Tensor, routes: Routes, description: str) -> Tensor:
         """To the experts: rows ordered by expert, from here; by (expert, source) there."""
-        arrived = self.channel.all_to_all(rows_SX, routes.send, routes.receive, doing)
+        arrived = self.channel.all_to_all(rows_SX, routes.send, routes.receive, description)
         return arrived if routes.by_expert_R is None else _permuted(arrived, routes.by_expert_R)
 
-    def _back(self, rows_RX: Tensor, routes: Routes, doing: str) -> Tensor:
+    def _back(self, rows_RX: Tensor, routes: Routes, description: str) -> Tensor:
         """To the tokens: the inverse of ``_out``."""
         leaving = rows_RX if routes.by_source_R is None else _permuted(rows_RX, routes.by_source_R)
-        return self.channel.all_to_all(leaving, routes.receive, routes.send, doing)
+        return self.channel.all_to_all(leaving, routes.receive, routes.send, description)
 
     def _routes(self, ids_TK: Tensor, counts: Counts) -> Routes:
         own = self.local_experts
@@ -204,9 +206,9 @@ class AllToAllDispatcher(Dispatcher):
             counts.rows_WE,
         )
 
-    def _layout(self, x_TD: Tensor, ids_TK: Tensor, counts: Counts, routes: Routes, header: Header) -> Layout:
+    def _layout(self, x_TD: Tensor, ids_TK: Tensor, counts: Counts, routes: Routes, header: Header) -> DispatchHandle:
         own = self.local_experts
-        return Layout(
+        return DispatchHandle(
             num_tokens=x_TD.shape[0],
             top_k=ids_TK.shape[1],
             hidden=x_TD.shape[1],
@@ -222,11 +224,11 @@ class AllToAllDispatcher(Dispatcher):
         )
 
 
-def to_slots(values_S: Tensor, layout: Layout) -> Tensor:
+def to_slots(values_S: Tensor, handle: DispatchHandle) -> Tensor:
     """[T, K] of numbers that stand as rows leave; 0 where a slot goes nowhere."""
-    flat = values_S.new_zeros(layout.num_tokens * layout.top_k)
-    flat[layout.state.slot_S] = values_S
-    return flat.view(layout.num_tokens, layout.top_k)
+    flat = values_S.new_zeros(handle.num_tokens * handle.top_k)
+    flat[handle.state.slot_S] = values_S
+    return flat.view(handle.num_tokens, handle.top_k)
 
 
 def _permuted(x_RX: Tensor, order_R: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from moe_comm.comm.header import Header
 from moe_comm.dispatch.backends.local import LocalDispatcher
 from moe_comm.dispatch.backends.native import NativeRows, supported
-from moe_comm.dispatch.types import DispatchOptions, Layout
+from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
 from moe_comm.runtime.memory import DTYPE_CODES, native, private_heap
 from moe_comm.topology import ExpertPlacement
 
@@ -34,19 +34,19 @@ class NativeLocalDispatcher(LocalDispatcher):
             return self._rows.empty_rows(num_rows, width, dtype)
         return super().empty_rows(num_rows, width, dtype, device)
 
-    def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, Layout]:
+    def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, DispatchHandle]:
         if header.fault is None and supported(x_TD):
             return self._rows.send(x_TD, ids_TK, header)
         return super()._send(x_TD, ids_TK, header)
 
-    def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, layout: Layout, header: Header) -> Tensor:
-        if isinstance(layout.state, self._core.Layout):
-            return self._rows.sum(rows_RD, weights_TK, layout, header)
-        return super()._sum(rows_RD, weights_TK, layout, header)
+    def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:
+        if isinstance(handle.state, self._core.DispatchHandle):
+            return self._rows.sum(rows_RD, weights_TK, handle, header)
+        return super()._sum(rows_RD, weights_TK, handle, header)
 
     def _spread(
-        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, layout: Layout, header: Header
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header
     ) -> tuple[Tensor, Tensor | None]:
-        if isinstance(layout.state, self._core.Layout):
-            return self._rows.spread(grad_TD, rows_RD, weights_TK, layout, header)
-        return super()._spread(grad_TD, rows_RD, weights_TK, layout, header)
+        if isinstance(handle.state, self._core.DispatchHandle):
+            return self._rows.spread(grad_TD, rows_RD, weights_TK, handle, header)
+        return super()._spread(grad_TD, rows_RD, weights_TK, handle, header)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_comm.comm.communicator import Communicator
 from moe_comm.comm.header import Header, failure, fault_word
-from moe_comm.dispatch.types import Layout
+from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import MoeCommError, RoutingError, mark_known
 from moe_comm.runtime.memory import DTYPE_CODES, block, from_capsule, native, warm_rows
 
@@ -57,9 +57,11 @@ class _Underway:
 class ArrivingRows(_Underway):
     """Rows on their way to this rank's experts. ``rows_RD``: this rank's own stand, those of ``next`` peers, too."""
 
-    def __init__(self, of: NativeRows, native: _C.Arriving, rows_RD: Tensor, layout: Layout, *kept: object) -> None:
+    def __init__(
+        self, of: NativeRows, native: _C.Arriving, rows_RD: Tensor, handle: DispatchHandle, *kept: object
+    ) -> None:
         self._of, self._native, self._arriving = of, native, native
-        self.rows_RD, self.layout = rows_RD, layout
+        self.rows_RD, self.handle = rows_RD, handle
         self._kept = kept  # peers may be reading and writing it
 
     def ready(self, peer: int) -> bool:
@@ -169,7 +171,7 @@ class NativeRows:
             raise self.explained(error, header) from None
         rows = native_layout.rows
         rows_RD = from_capsule(capsule) if rows and hidden else x_TD.new_empty(rows, hidden)
-        layout = Layout(
+        handle = DispatchHandle(
             num_tokens=tokens,
             top_k=header.top_k,
             hidden=hidden,
@@ -183,13 +185,13 @@ class NativeRows:
             call=header.seq,
             maker=header.maker,
         )
-        return ArrivingRows(self, arriving, rows_RD, layout, capsule)
+        return ArrivingRows(self, arriving, rows_RD, handle, capsule)
 
-    def send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, Layout]:
+    def send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, DispatchHandle]:
         """Dispatch; see ``Dispatcher._send``. One native call."""
         if header.fault is not None:
             with self.start_send(x_TD, ids_TK, header) as arriving:
-                return arriving.rows_RD, arriving.layout
+                return arriving.rows_RD, arriving.handle
         if not x_TD.is_contiguous():
             x_TD = _dense(x_TD)
         if ids_TK.dtype is not torch.int64 or not ids_TK.is_contiguous():
@@ -212,7 +214,7 @@ class NativeRows:
         except self.errors as error:
             raise self.explained(error, header) from None
         rows_RD = from_capsule(capsule) if rows and hidden else x_TD.new_empty(rows, hidden)
-        return rows_RD, Layout(
+        return rows_RD, DispatchHandle(
             tokens,
             header.top_k,
             hidden,
@@ -227,10 +229,10 @@ class NativeRows:
             header.maker,
         )
 
-    def start_sum(self, rows_RD: Tensor, layout: Layout, header: Header) -> LeavingRows:
+    def start_sum(self, rows_RD: Tensor, handle: DispatchHandle, header: Header) -> LeavingRows:
         """The first half of ``sum``. rows_RD: a block of ``empty_rows`` that is filled while flags rise."""
         # Now: that there is no room would be no news to the others.
-        y_TD = warm_rows(layout.num_tokens, layout.hidden, layout.dtype, layout.device)
+        y_TD = warm_rows(handle.num_tokens, handle.hidden, handle.dtype, handle.device)
         if self._comm is not None and self._comm.limit_s != self._timeout_s:
             self._comm.limit(self._timeout_s)
         try:
@@ -238,7 +240,7 @@ class NativeRows:
                 header.compared(),
                 header.label,
                 *((0, "") if header.fault is None else _fault_of(header)),
-                layout.state,
+                handle.state,
                 rows_RD.data_ptr(),
                 rows_RD.stride(0) * rows_RD.element_size(),
                 False,  # computed
@@ -247,20 +249,20 @@ class NativeRows:
             raise self.explained(error, header) from None
         return LeavingRows(leaving, rows_RD, y_TD, self, header)
 
-    def sum(self, rows_RD: Tensor, weights_TK: Tensor | None, layout: Layout, header: Header) -> Tensor:
+    def sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:
         """Combine; see ``Dispatcher._sum``. One native call."""
         if not rows_RD.is_contiguous():
             rows_RD = _dense(rows_RD)
         if weights_TK is not None and not weights_TK.is_contiguous():
             weights_TK = weights_TK.contiguous()
-        y_TD = warm_rows(layout.num_tokens, layout.hidden, layout.dtype, layout.device)
+        y_TD = warm_rows(handle.num_tokens, handle.hidden, handle.dtype, handle.device)
         if self._comm is not None and self._comm.limit_s != self._timeout_s:
             self._comm.limit(self._timeout_s)
         try:
             self._transfer.sum(
                 header.compared(),
                 header.label,
-                layout.state,
+                handle.state,
                 rows_RD.data_ptr(),
                 rows_RD.stride(0) * rows_RD.element_size(),
                 0 if weights_TK is None else weights_TK.data_ptr(),
@@ -271,20 +273,20 @@ class NativeRows:
         return y_TD
 
     def start_spread(
-        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, layout: Layout, header: Header
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header
     ) -> tuple[ArrivingRows, Tensor | None]:
         """The first half of ``spread``; the gradient of the weights is there already."""
         grad_TD = _dense(grad_TD)
         rows = None if rows_RD is None else _dense(rows_RD)
         weights_TK = weights_TK.contiguous()
-        grad_TK = None if rows is None else torch.empty(layout.num_tokens, layout.top_k)
+        grad_TK = None if rows is None else torch.empty(handle.num_tokens, handle.top_k)
         if self._comm is not None and self._comm.limit_s != self._timeout_s:
             self._comm.limit(self._timeout_s)
         try:
             capsule, arriving = self._transfer.start_spread(
                 header.compared(),
                 header.label,
-                layout.state,
+                handle.state,
                 grad_TD.data_ptr(),
                 grad_TD.stride(0) * grad_TD.element_size(),
                 0 if rows is None else rows.data_ptr(),
@@ -295,12 +297,12 @@ class NativeRows:
             )
         except self.errors as error:
             raise self.explained(error, header) from None
-        some = layout.num_rows and layout.hidden
-        grad_RD = from_capsule(capsule) if some else grad_TD.new_empty(layout.num_rows, layout.hidden)
-        return ArrivingRows(self, arriving, grad_RD, layout, capsule, rows), grad_TK
+        some = handle.num_rows and handle.hidden
+        grad_RD = from_capsule(capsule) if some else grad_TD.new_empty(handle.num_rows, handle.hidden)
+        return ArrivingRows(self, arriving, grad_RD, handle, capsule, rows), grad_TK
 
     def spread(
-        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, layout: Layout, header: Header
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header
     ) -> tuple[Tensor, Tensor | None]:
         """Combine backward; see ``Dispatcher._spread``. One native call."""
         if not grad_TD.is_contiguous():
@@ -309,14 +311,14 @@ class NativeRows:
             rows_RD = _dense(rows_RD)
         if not weights_TK.is_contiguous():
             weights_TK = weights_TK.contiguous()
-        grad_TK = None if rows_RD is None else torch.empty(layout.num_tokens, layout.top_k)
+        grad_TK = None if rows_RD is None else torch.empty(handle.num_tokens, handle.top_k)
         if self._comm is not None and self._comm.limit_s != self._timeout_s:
             self._comm.limit(self._timeout_s)
         try:
             capsule = self._transfer.spread(
                 header.compared(),
                 header.label,
-                layout.state,
+                handle.state,
                 grad_TD.data_ptr(),
                 grad_TD.stride(0) * grad_TD.element_size(),
                 0 if rows_RD is None else rows_RD.data_ptr(),
@@ -327,8 +329,8 @@ class NativeRows:
             )
         except BaseException as error:
             raise self._failed(error, header, rows_RD) from None
-        some = layout.num_rows and layout.hidden
-        grad_RD = from_capsule(capsule) if some else grad_TD.new_empty(layout.num_rows, layout.hidden)
+        some = handle.num_rows and handle.hidden
+        grad_RD = from_capsule(capsule) if some else grad_TD.new_empty(handle.num_rows, handle.hidden)
         return grad_RD, grad_TK
 
     def leave_behind(self, kept: object) -> None:

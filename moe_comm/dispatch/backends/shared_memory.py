@@ -15,8 +15,8 @@ from moe_comm.comm.meeting import heap_of
 from moe_comm.comm.shared_heap import SharedOptions
 from moe_comm.dispatch.backends.native import ArrivingRows, LeavingRows, NativeRows
 from moe_comm.dispatch.base import ID_DTYPES, Dispatcher
-from moe_comm.dispatch.payload import rounded
-from moe_comm.dispatch.types import DispatchOptions, Layout
+from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
+from moe_comm.dispatch.wire_dtype import rounded
 from moe_comm.errors import InputError, MoeCommError, RoutingError
 from moe_comm.runtime.memory import DTYPE_CODES
 from moe_comm.topology import ExpertPlacement
@@ -57,19 +57,19 @@ class SharedMemoryDispatcher(Dispatcher):
         """A dispatch whose rows may still be on their way; as all three ``start_*``, without autograd, and what it
         returns has to be entered and left (``with``) before the group does anything else."""
         if header.fault is None:
-            x_TD = rounded(x_TD, self.options.payloads.of(header.op))
+            x_TD = rounded(x_TD, self.options.wire_dtypes.of(header.op))
         return self._rows.start_send(x_TD, ids_TK, header)
 
-    def start_sum(self, rows_RD: Tensor, layout: Layout, header: Header) -> LeavingRows:
+    def start_sum(self, rows_RD: Tensor, handle: DispatchHandle, header: Header) -> LeavingRows:
         """A combine, or a dispatch's backward, of rows that are computed meanwhile, into a block of ``empty_rows``."""
-        return self._rows.start_sum(rows_RD, layout, header)
+        return self._rows.start_sum(rows_RD, handle, header)
 
     def start_spread(
-        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, layout: Layout, header: Header
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header
     ) -> tuple[ArrivingRows, Tensor | None]:
         """A combine's backward whose rows may still be on their way. The weights' gradient [T, K] is there."""
-        grad_TD = rounded(grad_TD, self.options.payloads.of(header.op))
-        return self._rows.start_spread(grad_TD, rows_RD, weights_TK, layout, header)
+        grad_TD = rounded(grad_TD, self.options.wire_dtypes.of(header.op))
+        return self._rows.start_spread(grad_TD, rows_RD, weights_TK, handle, header)
 
     @property
     def handshakes(self) -> bool:
@@ -90,17 +90,17 @@ class SharedMemoryDispatcher(Dispatcher):
     def _routing_fault(self, ids_TK: Tensor) -> RoutingError | None:
         return None
 
-    def own_rows(self, layout: Layout, leaving: int) -> int:
-        own: int = layout.state.own
+    def own_rows(self, handle: DispatchHandle, leaving: int) -> int:
+        own: int = handle.state.own
         return own
 
-    def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, Layout]:
+    def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, DispatchHandle]:
         return self._rows.send(x_TD, ids_TK, header)
 
-    def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, layout: Layout, header: Header) -> Tensor:
-        return self._rows.sum(rows_RD, weights_TK, layout, header)
+    def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:
+        return self._rows.sum(rows_RD, weights_TK, handle, header)
 
     def _spread(
-        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, layout: Layout, header: Header
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header
     ) -> tuple[Tensor, Tensor | None]:
-        return self._rows.spread(grad_TD, rows_RD, weights_TK, layout, header)
+        return self._rows.spread(grad_TD, rows_RD, weights_TK, handle, header)

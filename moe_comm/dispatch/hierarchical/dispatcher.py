@@ -22,7 +22,7 @@ Each operation inside the host is two: one for tokens of the own host, which is 
 and one for those. On the way back the other hosts' come first, and leave, in pieces (``rail.py``), during the second.
 
 What travels between hosts does so in its payload, packed once where it leaves its host; inside a host rows are what
-the payload makes of them. Rows of the own host are rounded alike. Scales of groups (``fp8_group``) are shared by up to
+the wire_dtype makes of them. Rows of the own host are rounded alike. Scales of groups (``fp8_group``) are shared by up to
 128 rows that go from one rank to another.
 """
 
@@ -44,7 +44,7 @@ from moe_comm.comm.meeting import compare
 from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.group_scales import Groups, decode_groups, encode_groups, rounded_in_groups
 from moe_comm.dispatch.handshake import Counts, Handshake, settings_of
-from moe_comm.dispatch.hierarchical.inside_host import InsideHost, InsideLayout
+from moe_comm.dispatch.hierarchical.inside_host import InsideHandle, InsideHost
 from moe_comm.dispatch.hierarchical.rail import Pieces, Rail, joined
 from moe_comm.dispatch.hierarchical.relay_routes import (
     Departures,
@@ -56,9 +56,9 @@ from moe_comm.dispatch.hierarchical.relay_routes import (
     units,
     way_back,
 )
-from moe_comm.dispatch.payload import Payload, bytes_per_row, pack, rounded, unpack
 from moe_comm.dispatch.sums import weighted_sum
-from moe_comm.dispatch.types import DispatchOptions, Layout
+from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
+from moe_comm.dispatch.wire_dtype import WireDtype, bytes_per_row, pack, rounded, unpack
 from moe_comm.errors import ConfigError, PeerError, RoutingError
 from moe_comm.runtime.memory import take, warm_rows
 from moe_comm.topology import ExpertPlacement
@@ -79,7 +79,7 @@ class Side:
     copies_H: tuple[int, ...]
     slots_H: tuple[int, ...]
     units: Units
-    inside: InsideLayout
+    inside: InsideHandle
     place_N: Tensor
 
     def header(self, header: Header) -> Header:
@@ -95,7 +95,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class RelayLayout:
+class RelayHandle:
     """One dispatch, as this rank sees it: what leaves it, and what it relays.
 
     most_out, most_back: rows of the largest block that goes from one rank to one on another host, and comes back, or a
@@ -170,10 +170,10 @@ class HierarchicalDispatcher(Dispatcher):
 
     # --- the three primitives ---
 
-    def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, Layout]:
+    def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, DispatchHandle]:
         counts = self._handshake.exchange(header, ids_TK, x_TD.device)
         slots_WH = self._slots(counts)
-        way = way_back(self.options.deterministic, x_TD.dtype, self.options.payloads)
+        way = way_back(self.options.deterministic, x_TD.dtype, self.options.wire_dtypes)
         leaving = departures(ids_TK, self._experts, slots_WH[self.rank], way)
         copies_WH = self._tell(leaving.copies_H, describe(header))
         copies_H, slots_H, most_out = self._relayed(copies_WH), self._relayed(slots_WH), self._most(copies_WH)
@@ -194,7 +194,7 @@ class HierarchicalDispatcher(Dispatcher):
         own_ids_PK = self._rail.own(leaving.ids_CK, leaving.copies_H)
         near = forward(own_ids_PK, self._rail.only_own(copies_H), self._rail.only_own(slots_H), near_x, near_N)
         far = forward(ids_coming(), self._rail.without_own(copies_H), self._rail.without_own(slots_H), far_x, far_N)
-        layout = Layout(
+        handle = DispatchHandle(
             num_tokens=x_TD.shape[0],
             top_k=ids_TK.shape[1],
             hidden=x_TD.shape[1],
@@ -204,15 +204,15 @@ class HierarchicalDispatcher(Dispatcher):
             num_rows=rows_RD.shape[0],
             num_dropped=counts.num_dropped,
             label=header.label,
-            state=RelayLayout(leaving, near, far, most_out, most_out if way == "sums" else self._most(slots_WH)),
+            state=RelayHandle(leaving, near, far, most_out, most_out if way == "sums" else self._most(slots_WH)),
             call=header.seq,
             maker=header.maker,
         )
-        return rows_RD, layout
+        return rows_RD, handle
 
-    def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, layout: Layout, header: Header) -> Tensor:
+    def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:
         self._agree(header, rows_RD.device)
-        relay: RelayLayout = layout.state
+        relay: RelayHandle = handle.state
         leaving = relay.leaving
         by_relay = relay.far.units.token_U is None or leaving.lead_TK is not None  # all weights, or those in front
         near_weights = far_weights = None
@@ -227,19 +227,19 @@ class HierarchicalDispatcher(Dispatcher):
             with self._alive():
                 return self._inside.sum(rows_ND, weights_UK, side.inside, side.header(header))
 
-        coming = self._carry_home(back(relay.far, far_weights), relay, header)
-        rows_XD = coming(back(relay.near, near_weights))
+        pending = self._carry_home(back(relay.far, far_weights), relay, header)
+        rows_XD = pending(back(relay.near, near_weights))
         return weighted_sum(rows_XD, leaving.place_TX, weights_TK)
 
     def _spread(
-        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, layout: Layout, header: Header
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header
     ) -> tuple[Tensor, Tensor | None]:
         self._agree(header, grad_TD.device)
-        relay: RelayLayout = layout.state
+        relay: RelayHandle = handle.state
         leaving, near, far = relay.leaving, relay.near, relay.far
         near_weights, far_weights = self._relay_weights(weights_TK, relay, header)
         near_grad, far_grad = self._carry_out(grad_TD, leaving, far.copies_H, relay.most_out, header)
-        grad_RD = warm_rows(layout.num_rows, layout.hidden, grad_TD.dtype, grad_TD.device)
+        grad_RD = warm_rows(handle.num_rows, handle.hidden, grad_TD.dtype, grad_TD.device)
 
         def forward(side: Side, weights: Callable[[], Tensor], grad: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
             """Gradients that came, and of the weights of slots."""
@@ -257,10 +257,10 @@ class HierarchicalDispatcher(Dispatcher):
             return grad_RD.index_copy_(0, far.place_N, far_ND), None
         dots_coming = self._rail.start(far_dots_S, far.slots_H, leaving.slots_H, header, "weights")
         grad_RD.index_copy_(0, far.place_N, far_ND)
-        dots = near_dots_S.new_zeros(layout.num_tokens * layout.top_k)
+        dots = near_dots_S.new_zeros(handle.num_tokens * handle.top_k)
         dots[self._rail.own(leaving.slot_S, leaving.slots_H)] = near_dots_S
         dots[self._rail.far(leaving.slot_S, leaving.slots_H)] = dots_coming()
-        return grad_RD, dots.view(layout.num_tokens, layout.top_k)
+        return grad_RD, dots.view(handle.num_tokens, handle.top_k)
 
     # --- the parts of them ---
 
@@ -273,10 +273,10 @@ class HierarchicalDispatcher(Dispatcher):
         ends_WE = np.pad(counts.rows_WE.cumsum(1), ((0, 0), (1, 0)))
         return [tuple(row) for row in np.diff(ends_WE[:, list(self._experts)], axis=1).tolist()]
 
-    def _tell(self, copies_H: tuple[int, ...], doing: str) -> PerHost:
+    def _tell(self, copies_H: tuple[int, ...], description: str) -> PerHost:
         """Copies that each rank has for each host."""
         told = torch.tensor(copies_H).to(self.channel.control_device)
-        return [tuple(row) for row in self.channel.all_gather(told, doing).cpu().tolist()]
+        return [tuple(row) for row in self.channel.all_gather(told, description).cpu().tolist()]
 
     def _relayed(self, some_WH: PerHost) -> Ints:
         """Those that this rank relays for each host."""
@@ -301,16 +301,16 @@ class HierarchicalDispatcher(Dispatcher):
         return torch.index_select(rows_RD, 0, index_N, out=out_ND)
 
     def _relay_weights(
-        self, weights_TK: Tensor, relay: RelayLayout, header: Header, only_leading: bool = False
+        self, weights_TK: Tensor, relay: RelayHandle, header: Header, only_leading: bool = False
     ) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
         """Start sending weights; what ``Side.weights`` makes of those of the own host, and of those that come."""
         leaving = relay.leaving
         weights_S = weights_TK.reshape(-1)[leaving.slot_S]
-        coming = self._rail.start(weights_S, leaving.slots_H, relay.far.slots_H, header, "weights")
+        pending = self._rail.start(weights_S, leaving.slots_H, relay.far.slots_H, header, "weights")
         own_S = self._rail.own(weights_S, leaving.slots_H)
         return (
             lambda: relay.near.weights(own_S, only_leading),
-            lambda: relay.far.weights(coming(), only_leading),
+            lambda: relay.far.weights(pending(), only_leading),
         )
 
     def _carry_out(
@@ -324,22 +324,22 @@ class HierarchicalDispatcher(Dispatcher):
         Returns:
             What the payload makes of the own host's rows, and the others', which come, by host.
         """
-        payload: Payload = self.options.payloads.of(header.op)
+        wire_dtype: WireDtype = self.options.wire_dtypes.of(header.op)
         width, dtype = rows_TD.shape[1], rows_TD.dtype
         near_N = self._rail.own(leaving.token_C, leaving.copies_H)
         far_N = self._rail.far(leaving.token_C, leaving.copies_H)
         send_H, receive_H = self._rail.without_own(leaving.copies_H), self._rail.without_own(copies_H)
-        if payload.scales == "group":
+        if wire_dtype.scales == "group":
             far = self._start_groups(take(rows_TD, far_N), send_H, receive_H, most, header)
-            near = partial(rounded_in_groups, take(rows_TD, near_N), payload)
+            near = partial(rounded_in_groups, take(rows_TD, near_N), wire_dtype)
             return _at_index(near), _at_index(lambda: far(rows_TD.new_empty(0, width)))
-        packed_TX = pack(rows_TD, payload)
-        open_: Callable[[Tensor], Tensor] = partial(unpack, payload=payload, hidden=width, dtype=dtype)
+        packed_TX = pack(rows_TD, wire_dtype)
+        open_: Callable[[Tensor], Tensor] = partial(unpack, wire_dtype=wire_dtype, hidden=width, dtype=dtype)
         arriving = self._rail.start_rows(
             lambda spans: take(packed_TX, joined(far_N, spans)),
             send_H,
             receive_H,
-            most * bytes_per_row(width, payload, dtype),
+            most * bytes_per_row(width, wire_dtype, dtype),
             header,
         )
         nothing = rows_TD.new_empty(0, width)
@@ -349,41 +349,41 @@ class HierarchicalDispatcher(Dispatcher):
 
         return _at_index(lambda: open_(take(packed_TX, near_N))), come
 
-    def _carry_home(self, rows_UD: Tensor, relay: RelayLayout, header: Header) -> Callable[[Tensor], Tensor]:
+    def _carry_home(self, rows_UD: Tensor, relay: RelayHandle, header: Header) -> Callable[[Tensor], Tensor]:
         """Start sending the far side's rows in their payload; takes the near ones, and gives all that come, by host."""
-        payload: Payload = self.options.payloads.of(header.op)
+        wire_dtype: WireDtype = self.options.wire_dtypes.of(header.op)
         width, dtype = rows_UD.shape[1], rows_UD.dtype
         send_H, receive_H = relay.far.units.rows_H, relay.leaving.rows_H
-        if payload.scales == "group":
+        if wire_dtype.scales == "group":
             come = self._start_groups(rows_UD, send_H, receive_H, relay.most_back, header)
-            return lambda own_UD: come(rounded_in_groups(own_UD, payload))
+            return lambda own_UD: come(rounded_in_groups(own_UD, wire_dtype))
         arriving = self._rail.start_rows(
-            lambda spans: pack(joined(rows_UD, spans), payload),
+            lambda spans: pack(joined(rows_UD, spans), wire_dtype),
             send_H,
             receive_H,
-            relay.most_back * bytes_per_row(width, payload, dtype),
+            relay.most_back * bytes_per_row(width, wire_dtype, dtype),
             header,
         )
-        open_: Callable[[Tensor], Tensor] = partial(unpack, payload=payload, hidden=width, dtype=dtype)
-        return lambda own_UD: arriving.take(open_, rounded(own_UD, payload))
+        open_: Callable[[Tensor], Tensor] = partial(unpack, wire_dtype=wire_dtype, hidden=width, dtype=dtype)
+        return lambda own_UD: arriving.take(open_, rounded(own_UD, wire_dtype))
 
     def _start_groups(
         self, rows_ND: Tensor, send_H: Ints, receive_H: Ints, most: int, header: Header
     ) -> Callable[[Tensor], Tensor]:
         """Start sending other hosts' rows with the scales of their groups beside them; takes the own block."""
-        payload, dtype = self.options.payloads.of(header.op), rows_ND.dtype
+        wire_dtype, dtype = self.options.wire_dtypes.of(header.op), rows_ND.dtype
         far_H = self._rail.without_own(receive_H)
-        leaving, coming = (
+        leaving, pending = (
             Groups.of(np.array(sizes, np.int64), range(self.hosts.count + 1), rows_ND.device)
             for sizes in (send_H, far_H)
         )
-        packed_NX, scale_GD = encode_groups(rows_ND, leaving, payload)
-        most_bytes = most * bytes_per_row(rows_ND.shape[1], payload, dtype)
+        packed_NX, scale_GD = encode_groups(rows_ND, leaving, wire_dtype)
+        most_bytes = most * bytes_per_row(rows_ND.shape[1], wire_dtype, dtype)
         packed = self._rail.start_rows(partial(joined, packed_NX), send_H, far_H, most_bytes, header)
-        scales = self._rail.start(scale_GD, leaving.per_rank, coming.per_rank, header, "rows")
+        scales = self._rail.start(scale_GD, leaving.per_rank, pending.per_rank, header, "rows")
 
         def come(own_PD: Tensor) -> Tensor:
-            far_ND = decode_groups(packed.take(lambda rows: rows, packed_NX[:0]), scales(), coming, dtype)
+            far_ND = decode_groups(packed.take(lambda rows: rows, packed_NX[:0]), scales(), pending, dtype)
             before = sum(receive_H[: self._host])
             return torch.cat((far_ND[:before], own_PD, far_ND[before:]))
 

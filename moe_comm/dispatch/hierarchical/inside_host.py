@@ -23,18 +23,18 @@ from moe_comm.dispatch.backends.local import LocalDispatcher
 from moe_comm.dispatch.backends.native import supported
 from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.hierarchical.relay_routes import HostMap
-from moe_comm.dispatch.types import DispatchOptions, Layout
+from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
 from moe_comm.errors import HeapError, PeerError
 from moe_comm.runtime.memory import native_is_built
 from moe_comm.topology import ExpertPlacement
 
 
 @dataclass(frozen=True)
-class InsideLayout:
-    """``layout`` as ``way`` made it for the ids ``ids_UK``."""
+class InsideHandle:
+    """``handle`` as ``way`` made it for the ids ``ids_UK``."""
 
     way: Dispatcher
-    layout: Layout
+    handle: DispatchHandle
     ids_UK: Tensor
 
 
@@ -86,36 +86,36 @@ class InsideHost:
                 pass
         return torch.empty(num_rows, width, dtype=dtype, device=device)
 
-    def send(self, x_UD: Tensor, ids_UK: Tensor, header: Header) -> tuple[Tensor, InsideLayout]:
+    def send(self, x_UD: Tensor, ids_UK: Tensor, header: Header) -> tuple[Tensor, InsideHandle]:
         """As ``Dispatcher._send``."""
         way = self._way(x_UD)
         with self._named():
             try:
-                rows_RD, layout = way._send(x_UD, ids_UK, header)
+                rows_RD, handle = way._send(x_UD, ids_UK, header)
             except HeapError as error:
                 way = self._otherwise(way, error)
-                rows_RD, layout = way._send(x_UD, ids_UK, header)
-        return rows_RD, InsideLayout(way, layout, ids_UK)
+                rows_RD, handle = way._send(x_UD, ids_UK, header)
+        return rows_RD, InsideHandle(way, handle, ids_UK)
 
-    def sum(self, rows_RD: Tensor, weights_UK: Tensor | None, inside: InsideLayout, header: Header) -> Tensor:
+    def sum(self, rows_RD: Tensor, weights_UK: Tensor | None, inside: InsideHandle, header: Header) -> Tensor:
         """As ``Dispatcher._sum``."""
         with self._named():
             try:
-                return inside.way._sum(rows_RD, weights_UK, inside.layout, header)
+                return inside.way._sum(rows_RD, weights_UK, inside.handle, header)
             except HeapError as error:
-                way, layout = self._again(inside, rows_RD, header, error)
-                return way._sum(rows_RD, weights_UK, layout, header)
+                way, handle = self._again(inside, rows_RD, header, error)
+                return way._sum(rows_RD, weights_UK, handle, header)
 
     def spread(
-        self, grad_UD: Tensor, rows_RD: Tensor | None, weights_UK: Tensor, inside: InsideLayout, header: Header
+        self, grad_UD: Tensor, rows_RD: Tensor | None, weights_UK: Tensor, inside: InsideHandle, header: Header
     ) -> tuple[Tensor, Tensor | None]:
         """As ``Dispatcher._spread``."""
         with self._named():
             try:
-                return inside.way._spread(grad_UD, rows_RD, weights_UK, inside.layout, header)
+                return inside.way._spread(grad_UD, rows_RD, weights_UK, inside.handle, header)
             except HeapError as error:
-                way, layout = self._again(inside, grad_UD, header, error)
-                return way._spread(grad_UD, rows_RD, weights_UK, layout, header)
+                way, handle = self._again(inside, grad_UD, header, error)
+                return way._spread(grad_UD, rows_RD, weights_UK, handle, header)
 
     def _way(self, x: Tensor) -> Dispatcher:
         if self._plain is None:
@@ -129,12 +129,12 @@ class InsideHost:
         return self._plain
 
     def _again(
-        self, inside: InsideLayout, rows: Tensor, header: Header, error: HeapError
-    ) -> tuple[AllToAllDispatcher, Layout]:
+        self, inside: InsideHandle, rows: Tensor, header: Header, error: HeapError
+    ) -> tuple[AllToAllDispatcher, DispatchHandle]:
         """The layout of the same dispatch for the way without shared memory."""
         way = self._otherwise(inside.way, error)
-        layout = way.agree(rows.new_empty(inside.ids_UK.shape[0], 0), inside.ids_UK, header)
-        return way, replace(layout, hidden=inside.layout.hidden)
+        handle = way.agree(rows.new_empty(inside.ids_UK.shape[0], 0), inside.ids_UK, header)
+        return way, replace(handle, hidden=inside.handle.hidden)
 
     @contextmanager
     def _named(self) -> Iterator[None]:
@@ -163,4 +163,4 @@ def _warn(error: HeapError) -> None:
     )
 
 
-__all__ = ["InsideHost", "InsideLayout"]
+__all__ = ["InsideHandle", "InsideHost"]

@@ -22,7 +22,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from moe_comm.comm.channel import Channel, Coming
+from moe_comm.comm.channel import Channel, PendingTensor
 from moe_comm.comm.header import Header, describe
 from moe_comm.dispatch.hierarchical.relay_routes import OPS, HostMap, WireBytes
 from moe_comm.errors import ConfigError
@@ -67,12 +67,12 @@ class Arriving:
 
     num_rows: int
     own: range
-    pieces: tuple[tuple[Spans, Coming], ...]
+    pieces: tuple[tuple[Spans, PendingTensor], ...]
 
     def parts(self) -> Iterator[tuple[range, Tensor]]:
         """Where rows of other hosts belong, and the rows, as they come. To be gone through once, to its end."""
-        for spans, coming in self.pieces:
-            rows_NX, start = coming(), 0
+        for spans, pending in self.pieces:
+            rows_NX, start = pending(), 0
             for span in spans:
                 yield span, rows_NX[start : start + len(span)]
                 start += len(span)
@@ -118,7 +118,7 @@ class Rail:
 
     def start(
         self, tensor_N: Tensor, send_H: Sequence[int], receive_H: Sequence[int], header: Header, kind: str
-    ) -> Coming:
+    ) -> PendingTensor:
         """Start sending the other hosts' blocks of ``tensor_N``; theirs come, in order of host."""
         return self._start(self.far(tensor_N, send_H), send_H, receive_H, header, kind)
 
@@ -137,20 +137,20 @@ class Rail:
             send_H, receive_H: rows to and from each host; what stays in the own one is not asked for.
             most_bytes: of the largest block between two ranks, or a bound on it: alike on every rank.
         """
-        leaving, coming = blocks(send_H), blocks(receive_H)
+        leaving, pending = blocks(send_H), blocks(receive_H)
         count = self._pieces.count(most_bytes)
         pieces = []
         for piece in range(count):
-            send, receive = ([_cut(block, piece, count) for block in every] for every in (leaving, coming))
+            send, receive = ([_cut(block, piece, count) for block in every] for every in (leaving, pending))
             send[self._host] = receive[self._host] = range(0)
             rows_NX = rows_of(self.others(send))
             moving = self._start(rows_NX, [len(span) for span in send], [len(span) for span in receive], header, "rows")
             pieces.append((self.others(receive), moving))
-        return Arriving(sum(receive_H), coming[self._host], tuple(pieces))
+        return Arriving(sum(receive_H), pending[self._host], tuple(pieces))
 
     def _start(
         self, far_N: Tensor, send_H: Sequence[int], receive_H: Sequence[int], header: Header, kind: str
-    ) -> Coming:
+    ) -> PendingTensor:
         """Start sending, and count what goes."""
         sent = far_N.shape[0] * far_N[:1].numel() * far_N.element_size()  # no rows, no bytes
         self.wire_bytes[header.op] += WireBytes(**{kind: sent})
@@ -158,9 +158,9 @@ class Rail:
         for host, peer in enumerate(self._ranks):
             if host != self._host:
                 send[peer], receive[peer] = send_H[host], receive_H[host]
-        coming = self._channel.start_all_to_all(far_N, send, receive, describe(header))
+        pending = self._channel.start_all_to_all(far_N, send, receive, describe(header))
         # NCCL may stall where kernels of two communicators, this and the host's, run side by side in other orders.
-        return Coming.here(coming()) if far_N.is_cuda else coming
+        return PendingTensor.here(pending()) if far_N.is_cuda else pending
 
     def own(self, tensor_N: Tensor, rows_H: Sequence[int]) -> Tensor:
         """The own host's block of ``tensor_N``."""

@@ -27,7 +27,7 @@ from torch import Tensor
 from moe_comm.dispatch import plain
 from moe_comm.dispatch.group_scales import GROUP
 from moe_comm.dispatch.handshake import Words
-from moe_comm.dispatch.payload import AS_THEY_ARE, Payload, Payloads, bytes_per_row
+from moe_comm.dispatch.wire_dtype import AS_THEY_ARE, WireDtype, WireDtypes, bytes_per_row
 from moe_comm.errors import ConfigError
 from moe_comm.kernels.wide import wide_dtype
 from moe_comm.topology import ExpertPlacement
@@ -95,12 +95,12 @@ Way = Literal["slots", "runs", "sums"]
 beginning; one sum of all."""
 
 
-def way_back(deterministic: bool, dtype: torch.dtype, payloads: Payloads) -> Way:
+def way_back(deterministic: bool, dtype: torch.dtype, wire_dtypes: WireDtypes) -> Way:
     """A sum that is to have the bits of one rank is of slots that come first, and as wide as the sum of all."""
     if not deterministic:
         return "sums"
     wide = wide_dtype(dtype) == dtype
-    narrow = any(payloads.of(op).narrows(dtype) for op in ("combine", "dispatch backward"))
+    narrow = any(wire_dtypes.of(op).narrows(dtype) for op in ("combine", "dispatch backward"))
     return "runs" if wide and not narrow else "slots"
 
 
@@ -288,7 +288,7 @@ def inter_host_bytes(
     dtype: torch.dtype,
     *,
     deterministic: bool = True,
-    payloads: Payloads = AS_THEY_ARE,
+    wire_dtypes: WireDtypes = AS_THEY_ARE,
     weights_grad: bool = True,
 ) -> dict[str, WireBytes]:
     """What all ranks together send between hosts in each operation of one dispatch.
@@ -308,7 +308,7 @@ def inter_host_bytes(
     Args:
         ids_WTK: the expert ids of every rank's tokens, [T, K] each; -1 is dropped.
         hosts: a number for each rank that is equal for ranks of one host.
-        deterministic, payloads: of ``DispatchOptions``.
+        deterministic, wire_dtypes: of ``DispatchOptions``.
 
     Raises:
         ConfigError: as ``HostMap.of``.
@@ -330,9 +330,9 @@ def inter_host_bytes(
     id_bytes = ids_dtype(experts).itemsize * (ids_WTK[0].shape[1] if len(ids_WTK) else 0)
 
     def rows(op: str, blocks: list[int]) -> int:
-        return sum(_block_bytes(block, hidden, payloads.of(op), dtype) for block in blocks)
+        return sum(_block_bytes(block, hidden, wire_dtypes.of(op), dtype) for block in blocks)
 
-    way = way_back(deterministic, dtype, payloads)
+    way = way_back(deterministic, dtype, wire_dtypes)
     back = {"slots": slots, "runs": runs, "sums": copies}[way]
     once = weight * sum(slots)
     return {
@@ -343,10 +343,10 @@ def inter_host_bytes(
     }
 
 
-def _block_bytes(rows: int, hidden: int, payload: Payload, dtype: torch.dtype) -> int:
+def _block_bytes(rows: int, hidden: int, wire_dtype: WireDtype, dtype: torch.dtype) -> int:
     """Of rows that go from one rank to another."""
-    scales = 4 * hidden * -(-rows // GROUP) if payload.scales == "group" else 0
-    return rows * bytes_per_row(hidden, payload, dtype) + scales
+    scales = 4 * hidden * -(-rows // GROUP) if wire_dtype.scales == "group" else 0
+    return rows * bytes_per_row(hidden, wire_dtype, dtype) + scales
 
 
 __all__ = [

@@ -27,7 +27,7 @@ from moe_comm.dispatch.peer_to_peer.few import Buffers, FewSent, make_buffers, s
 from moe_comm.dispatch.peer_to_peer.rows import Form, move_rows
 from moe_comm.dispatch.peer_to_peer.steps import PeerSteps, dense
 from moe_comm.dispatch.peer_to_peer.streams import record_stream
-from moe_comm.dispatch.types import Dispatched, Layout
+from moe_comm.dispatch.types import Dispatched, DispatchHandle
 from moe_comm.errors import ConfigError, HeapError, InputError
 from moe_comm.gpu.heap import capturing
 from moe_comm.gpu.protocol import NOWHERE, Offer
@@ -39,12 +39,12 @@ class FixedDispatched:
 
     rows_CD: [capacity_rows, D]; those from ``ends_E[-1]`` on are not written.
     ends_E: [local experts] int32 on the device: where each expert's rows end, as ``torch._grouped_mm`` takes it.
-    layout: for ``combine``; its ``rows_per_expert`` is empty and its ``num_rows`` the capacity.
+    handle: for ``combine``; its ``rows_per_expert`` is empty and its ``num_rows`` the capacity.
     """
 
     rows_CD: Tensor
     ends_E: Tensor
-    layout: Layout
+    handle: DispatchHandle
 
 
 class PeerToPeerDispatcher(PeerSteps):
@@ -70,7 +70,7 @@ class PeerToPeerDispatcher(PeerSteps):
         """Dispatch to a block of ``PeerToPeerOptions.capacity_rows`` rows, without the host: a CUDA graph can hold it.
 
         Slots that find no room get no row and add nothing to the output; ``report.overflow`` counts them. ``combine``
-        takes the layout as ever. Inputs are checked by shape here and by value on the device: what is wrong comes with
+        takes the handle as ever. Inputs are checked by shape here and by value on the device: what is wrong comes with
         the next call that looks (``check``).
 
         Raises:
@@ -81,7 +81,7 @@ class PeerToPeerDispatcher(PeerSteps):
         header = self.dispatch_header(x_TD, ids_TK, label)
         ends: list[Tensor] = []
         found = dispatch_by(self, x_TD, lambda x: self._send_fixed(x, ids_TK, header, ends))
-        return FixedDispatched(found.rows_RD, ends[0], found.layout)
+        return FixedDispatched(found.rows_RD, ends[0], found.handle)
 
     def low_latency_dispatch(self, x_TD: Tensor, ids_TK: Tensor, max_tokens: int, *, label: str = "") -> FewSent:
         """Dispatch of at most ``max_tokens`` tokens a rank in one kernel, without backward; see ``few.py``.
@@ -163,10 +163,12 @@ class PeerToPeerDispatcher(PeerSteps):
         """``x`` is used on another stream, too: its memory is not given out before that has passed."""
         record_stream(self.memory.turns.heap, x, stream)
 
-    def own_rows(self, layout: Layout, leaving: int) -> int:
+    def own_rows(self, handle: DispatchHandle, leaving: int) -> int:
         return leaving // self.world  # as if shares were even: counts stay on the GPU
 
-    def _send_fixed(self, x_TD: Tensor, ids_TK: Tensor, header: Header, ends: list[Tensor]) -> tuple[Tensor, Layout]:
+    def _send_fixed(
+        self, x_TD: Tensor, ids_TK: Tensor, header: Header, ends: list[Tensor]
+    ) -> tuple[Tensor, DispatchHandle]:
         """``_send`` to a block of fixed size; appends where experts end."""
         if header.fault is not None:
             self._refuse(header)

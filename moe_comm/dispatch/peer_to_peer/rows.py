@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.comm.header import Header, describe
-from moe_comm.dispatch.payload import Payload, scaled
+from moe_comm.dispatch.wire_dtype import WireDtype, scaled
 from moe_comm.errors import HeapError
 from moe_comm.gpu.blocks import ALIGN, up
 from moe_comm.gpu.heap import Heap
@@ -31,25 +31,25 @@ class Form:
 
     hidden: int
     dtype: torch.dtype
-    payload: Payload
+    wire_dtype: WireDtype
     relay: bool
 
     @cached_property
     def packing(self) -> int:
         """How the kernel packs them, if it does; see Format in csrc/cuda/args.h."""
-        if self.payload.format != "fp8" or self.payload.scales == "group" or not self.hidden:
+        if self.wire_dtype.format != "fp8" or self.wire_dtype.scales == "group" or not self.hidden:
             return SAME
-        return ROW_SCALES if self.payload.scales == "token" else BLOCK_SCALES
+        return ROW_SCALES if self.wire_dtype.scales == "token" else BLOCK_SCALES
 
     @cached_property
     def words(self) -> tuple[int, int]:
         """As ``Turns.move`` takes them."""
-        return self.packing, int(self.payload.power_of_two)
+        return self.packing, int(self.wire_dtype.power_of_two)
 
     @cached_property
     def rounds(self) -> bool:
         """Whether rows become others by the payload."""
-        return self.payload.narrows(self.dtype)
+        return self.wire_dtype.narrows(self.dtype)
 
     @cached_property
     def row_bytes(self) -> int:
@@ -58,7 +58,7 @@ class Form:
     @cached_property
     def scales(self) -> int:
         """Of a row."""
-        return 0 if self.packing == SAME else self.payload.num_scales(self.hidden)
+        return 0 if self.packing == SAME else self.wire_dtype.num_scales(self.hidden)
 
     @cached_property
     def bare(self) -> bool:
@@ -109,7 +109,7 @@ class Arriving:
         """[R, D] in their dtype, once they are there."""
         if self.scale_RS is None:
             return self.rows_RX
-        return scaled(self.rows_RX[:, : self.form.hidden], self.scale_RS, self.form.payload, self.form.dtype)
+        return scaled(self.rows_RX[:, : self.form.hidden], self.scale_RS, self.form.wire_dtype, self.form.dtype)
 
     def links(self, blocks: int) -> Links:
         """What ``fan_out`` on ``blocks`` blocks does here."""

@@ -17,12 +17,12 @@ from moe_comm.comm.meeting import compare
 from moe_comm.dispatch.base import Dispatcher
 from moe_comm.dispatch.group_scales import rounded_in_groups
 from moe_comm.dispatch.handshake import settings_of
-from moe_comm.dispatch.payload import rounded
 from moe_comm.dispatch.peer_to_peer.access import launcher_for
 from moe_comm.dispatch.peer_to_peer.memory import PeerMemory, peer_memory
 from moe_comm.dispatch.peer_to_peer.rows import Form, check_room, move_rows, place, readable
 from moe_comm.dispatch.peer_to_peer.streams import Lane
-from moe_comm.dispatch.types import DispatchOptions, Layout
+from moe_comm.dispatch.types import DispatchHandle, DispatchOptions
+from moe_comm.dispatch.wire_dtype import rounded
 from moe_comm.errors import ConfigError, HeapError, InputError, MoeCommError, RoutingError, mark_known
 from moe_comm.gpu.blocks import Blocks
 from moe_comm.gpu.heap import capturing
@@ -130,7 +130,7 @@ class PeerSteps(Dispatcher):
     def _routing_fault(self, ids_TK: Tensor) -> RoutingError | None:
         return None  # found while counting
 
-    def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, Layout]:
+    def _send(self, x_TD: Tensor, ids_TK: Tensor, header: Header) -> tuple[Tensor, DispatchHandle]:
         if header.fault is not None:
             self._refuse(header)
         self._not_captured("dispatch", "use dispatch_fixed")
@@ -149,7 +149,7 @@ class PeerSteps(Dispatcher):
             self._lane.hand_over(rows_RD, place_TK)
         return rows_RD, self._layout(x_TD, ids_TK, rows_RD, place_TK, header, tuple(counted.own_L), counted.dropped)
 
-    def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, layout: Layout, header: Header) -> Tensor:
+    def _sum(self, rows_RD: Tensor, weights_TK: Tensor | None, handle: DispatchHandle, header: Header) -> Tensor:
         heap, rows_RD = self.memory.turns.heap, self._rounded(rows_RD, self._form(rows_RD, header.op))
         weights_TK = None if weights_TK is None else weights_TK.contiguous()
         with self._running(header, rows_RD, weights_TK):
@@ -157,14 +157,14 @@ class PeerSteps(Dispatcher):
                 read_RD = readable(heap, rows_RD)
             except HeapError as problem:
                 self._give_up(header, problem)
-            y_TD = torch.empty(layout.num_tokens, layout.hidden, dtype=layout.dtype, device=rows_RD.device)
+            y_TD = torch.empty(handle.num_tokens, handle.hidden, dtype=handle.dtype, device=rows_RD.device)
             self.memory.turns.sum(
                 self.packed(header),
                 Offer(place(heap, read_RD)),
-                layout.state.place_TK,
+                handle.state.place_TK,
                 weights_TK,
                 y_TD,
-                DTYPE_CODES[layout.dtype],
+                DTYPE_CODES[handle.dtype],
                 self._blocks,
             )
             self._settle(header)
@@ -172,27 +172,27 @@ class PeerSteps(Dispatcher):
         return y_TD
 
     def _spread(
-        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, layout: Layout, header: Header
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_TK: Tensor, handle: DispatchHandle, header: Header
     ) -> tuple[Tensor, Tensor | None]:
         grad_TD = dense(self._rounded(grad_TD, self._form(grad_TD, header.op)))
         weights_TK, heap = weights_TK.contiguous(), self.memory.turns.heap
         with self._running(header, grad_TD, rows_RD, weights_TK):
             try:
                 read_RD = readable(heap, rows_RD)
-                grad_RD = heap.rows(layout.num_rows, layout.hidden, layout.dtype)
+                grad_RD = heap.rows(handle.num_rows, handle.hidden, handle.dtype)
             except HeapError as problem:
                 self._give_up(header, problem)
             dots_TK = None
             if rows_RD is not None:
-                dots_TK = torch.empty(layout.num_tokens, layout.top_k, dtype=torch.float32, device=grad_TD.device)
+                dots_TK = torch.empty(handle.num_tokens, handle.top_k, dtype=torch.float32, device=grad_TD.device)
             self.memory.turns.spread(
                 self.packed(header),
                 Offer(place(heap, read_RD), place(heap, grad_RD)),
-                layout.state.place_TK,
+                handle.state.place_TK,
                 weights_TK,
                 grad_TD,
                 dots_TK,
-                DTYPE_CODES[layout.dtype],
+                DTYPE_CODES[handle.dtype],
                 self._blocks,
             )
             self._settle(header)
@@ -251,8 +251,8 @@ class PeerSteps(Dispatcher):
         header: Header,
         rows_per_expert: tuple[int, ...] = (),
         num_dropped: int = 0,
-    ) -> Layout:
-        return Layout(
+    ) -> DispatchHandle:
+        return DispatchHandle(
             num_tokens=x_TD.shape[0],
             top_k=ids_TK.shape[1],
             hidden=x_TD.shape[1],
@@ -271,15 +271,15 @@ class PeerSteps(Dispatcher):
         """Rows as their payload would have them; ``sends``: the kernel itself packs some."""
         if not form.rounds or (sends and form.packing != SAME):
             return rows_RD
-        if form.payload.scales == "group":
-            return rounded_in_groups(rows_RD, form.payload)
-        return rounded(rows_RD, form.payload)
+        if form.wire_dtype.scales == "group":
+            return rounded_in_groups(rows_RD, form.wire_dtype)
+        return rounded(rows_RD, form.wire_dtype)
 
     def _form(self, x_TD: Tensor, op: str) -> Form:
         key = x_TD.shape[1], x_TD.dtype, op
         form = self._forms.get(key)
         if form is None:
-            form = Form(x_TD.shape[1], x_TD.dtype, self.options.payloads.of(op), self.own.relay)
+            form = Form(x_TD.shape[1], x_TD.dtype, self.options.wire_dtypes.of(op), self.own.relay)
             self._forms[key] = form
         return form
 

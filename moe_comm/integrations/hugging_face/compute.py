@@ -69,7 +69,7 @@ def run_experts(layout: ExpertsLayout, weights: Any, call: ExpertCall) -> Tensor
         layout: how ``weights`` are stored; the number of experts is that of the weights, not of the layout.
         weights: whatever has the parameters of ``layout`` as attributes, as local tensors.
     """
-    return call.compute(call.rows, call.layout.rows_per_expert, expert_mlp(layout, weights, call.rows))
+    return call.compute(call.rows, call.handle.rows_per_expert, expert_mlp(layout, weights, call.rows))
 
 
 def expert_mlp(layout: ExpertsLayout, weights: Any, rows: Tensor) -> ExpertMLP:

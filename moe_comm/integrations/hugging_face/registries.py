@@ -146,7 +146,7 @@ def _ep_implementation() -> type:
         def _run(self, call: ExpertCall) -> Tensor:
             if self.layout is not None:
                 return run_experts(self.layout, self.experts, call)
-            rows_RD, rows_per_expert = call.rows, call.layout.rows_per_expert
+            rows_RD, rows_per_expert = call.rows, call.handle.rows_per_expert
             if not rows_RD.shape[0]:
                 # One row of zeros instead of none, which not every forward takes; its gradients are zeros.
                 one = rows_RD.sum(dim=0, keepdim=True)

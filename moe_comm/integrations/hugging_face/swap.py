@@ -185,7 +185,7 @@ def swap_moe(
     _refuse_conflicts(model, found)
     device = next(iter(found.values()))[0].get_parameter("down_proj").device
     given = options or DispatchOptions()
-    traffic = Traffic(deterministic=given.deterministic, payloads=given.payloads, overlap=overlap is not None)
+    traffic = Traffic(deterministic=given.deterministic, wire_dtypes=given.wire_dtypes, overlap=overlap is not None)
     dispatchers = {
         count: make_dispatcher(count, ep_group, backend, options=options, traffic=traffic, device=device)
         for count in sorted({layout.num_experts for _, layout in found.values()})

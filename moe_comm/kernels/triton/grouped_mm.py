@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_comm.errors import InputError
+from moe_comm.kernels.needed_grads import wanted_gradients
 from moe_comm.kernels.triton.device import int64, multiply_add, rounded
 from moe_comm.kernels.triton.launch import (
     DTYPES,
@@ -31,7 +32,6 @@ from moe_comm.kernels.triton.launch import (
     options,
     processors,
 )
-from moe_comm.kernels.wanted import wanted_gradients
 
 
 @dataclass(frozen=True)

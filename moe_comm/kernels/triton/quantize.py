@@ -2,7 +2,7 @@
 
     | D values, e4m3 | to 4 bytes | fp32 scales: 1, or one for 128 channels | to 16 bytes |        all gaps are zeros
 
-The bytes are those of ``encode`` in ``dispatch/payload.py``, the reference, of what the operator would have written:
+The bytes are those of ``encode`` in ``dispatch/wire_dtype.py``, the reference, of what the operator would have written:
 the activation is rounded to the dtype of ``h`` first, so fused or not the bits are the same. Only where a block holds
 a NaN or an infinity, values (all NaN) may have another sign than there.
 """
@@ -77,7 +77,7 @@ def _most(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _scale_for(most, POWER_OF_TWO: tl.constexpr):  # type: ignore[no-untyped-def]
-    """fp32 scale of blocks whose largest magnitude is ``most``; see ``payload.scales_for``."""
+    """fp32 scale of blocks whose largest magnitude is ``most``; see ``wire_dtype.scales_for``."""
     scale = tl.maximum(tl.div_rn(most, tl.full(most.shape, 448.0, tl.float32)), 1.1754943508222875e-38)  # 2 ** -126
     if POWER_OF_TWO:
         scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & ~0x7FFFFF).to(tl.float32, bitcast=True)

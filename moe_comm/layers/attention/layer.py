@@ -285,10 +285,10 @@ class Attention(LatentProjections):
             whole = self.rope.table(positions.unsqueeze(0), table.cos.dtype)
             return lambda: whole
         channel, both = channel_of(self.cp_group), torch.stack(table)
-        doing = f"an exchange of rotations {tuple(both.shape)}"
-        channel.compare(doing, both)
-        coming = channel.start_all_gather(both, doing)
-        return cache(lambda: RopeTable(*coming().movedim(0, 2).flatten(2, 3)))
+        description = f"an exchange of rotations {tuple(both.shape)}"
+        channel.compare(description, both)
+        pending = channel.start_all_gather(both, description)
+        return cache(lambda: RopeTable(*pending().movedim(0, 2).flatten(2, 3)))
 
     def _entrance(self) -> Entrance | Callable[[Tensor], Tensor]:
         enters = partial(enter, group=self.tp_group, sequence_dim=self.sequence_dim)

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from moe_comm.kernels.autocast import without_autocast
-from moe_comm.layers.attention.pieces import Chunk, Gradients, Piece, State, plan
+from moe_comm.layers.attention.attention_blocks import Chunk, Gradients, Piece, State, plan
 from moe_comm.layers.attention.sequence import Documents, chunks_of
 from moe_comm.layers.parallel.collectives import channel_of, group_rank, group_size
 
@@ -72,8 +72,8 @@ class RingSpec:
         """Raise ``RankMismatch`` on every rank unless all begin the same, where that is compared."""
         if self.group is not None and group_size(self.group) > 1:
             shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
-            doing = f"{what} of {shapes} {str(q.dtype).removeprefix('torch.')}, window {self.window}"
-            channel_of(self.group).agree(doing, q)
+            description = f"{what} of {shapes} {str(q.dtype).removeprefix('torch.')}, window {self.window}"
+            channel_of(self.group).agree(description, q)
 
 
 def ring_attention(q_BhSd: Tensor, k_BkSd: Tensor, v_BkSd: Tensor, spec: RingSpec) -> Tensor:

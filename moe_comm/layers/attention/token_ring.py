@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_comm.kernels.autocast import without_autocast
-from moe_comm.layers.attention.pieces import Gradients, State
+from moe_comm.layers.attention.attention_blocks import Gradients, State
 from moe_comm.layers.attention.ring import RingSpec, halves, pack, passing, unpack
 from moe_comm.layers.parallel.collectives import channel_of, group_rank
 
@@ -108,7 +108,7 @@ class _Returns:
     def __init__(self, spec: RingSpec, what: str, use: Callable[[list[Tensor]], object]) -> None:
         self._spec, self._what, self._use = spec, what, use
         self._step = 0
-        self._coming: Callable[[], list[Tensor]] | None = None
+        self._pending: Callable[[], list[Tensor]] | None = None
 
     def send(self, tensors: list[Tensor]) -> None:
         """Begin to send this step's results to the rank that asked."""
@@ -116,12 +116,12 @@ class _Returns:
         assert self._spec.group is not None
         self._step += 1
         packed = pack(tensors)
-        doing = f"{self._what}, {packed.nbytes} bytes"
-        arrived = channel_of(self._spec.group).rotate(packed, doing, -self._step)
-        self._coming = lambda: unpack(arrived(), tensors)
+        description = f"{self._what}, {packed.nbytes} bytes"
+        arrived = channel_of(self._spec.group).rotate(packed, description, -self._step)
+        self._pending = lambda: unpack(arrived(), tensors)
 
     def take(self) -> None:
         """Use what was asked of the rank that is as many steps on."""
-        if self._coming is not None:
-            self._use(self._coming())
-            self._coming = None
+        if self._pending is not None:
+            self._use(self._pending())
+            self._pending = None

@@ -29,7 +29,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_comm.comm.channel import Channel
-from moe_comm.dispatch import Dispatcher, DispatchOptions, Layout, Traffic, make_dispatcher
+from moe_comm.deprecated import renamed_attributes
+from moe_comm.dispatch import Dispatcher, DispatchHandle, DispatchOptions, Traffic, make_dispatcher
 from moe_comm.dispatch.capacity import Capacity, apply_capacity
 from moe_comm.errors import ConfigError, InputError
 from moe_comm.kernels.autocast import compute_dtype
@@ -51,11 +52,11 @@ from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import EVENTS
 from moe_comm.topology import ExpertPlacement, Sharding
 
-__all__ = ["Flow", "MoEConfig", "MoELayer", "ZeroExperts"]
+__all__ = ["DispatchStats", "MoEConfig", "MoELayer", "ZeroExperts"]
 
 
 @dataclass(frozen=True)
-class Flow:
+class DispatchStats:
     """Where the (token, slot) pairs of one call went. None is lost: over all ranks, etp * sent adds up to received.
 
     slots: T * K of this rank. sent: those that went to an expert; the others were dropped by the capacity, or had no
@@ -100,6 +101,7 @@ class MoECall:
         raise RuntimeError("call compute before result")
 
 
+@renamed_attributes(flow="dispatch_stats")
 class MoELayer(ParallelModule):
     """Mixture-of-Experts layer over the ranks of an expert-parallel group. A drop-in for a feed-forward block.
 
@@ -126,7 +128,7 @@ class MoELayer(ParallelModule):
         place, sizes: of this rank on the axes "ep" and "etp", and those axes' sizes.
         num_dropped: slots that the capacity dropped in the last call, a scalar tensor; None without capacity.
         dropped_total: the same since ``take_loads``, counted in training and once under activation checkpointing.
-        flow: where the slots of the last call went.
+        dispatch_stats: where the slots of the last call went.
         aux_scale: what the main loss is multiplied by before backward; the auxiliary losses get the same factor.
     """
 
@@ -154,7 +156,7 @@ class MoELayer(ParallelModule):
         self.label, self.overlap = label, Overlap.of(overlap)
         self.aux_scale: float | Tensor = 1.0
         self.num_dropped: Tensor | None = None
-        self.flow: Flow | None = None
+        self.dispatch_stats: DispatchStats | None = None
         dropped = torch.zeros((), dtype=torch.int64, device=router.weight.device)
         self.register_buffer("dropped_total", dropped, persistent=False)
         part = getattr(experts, "part", Part())
@@ -232,7 +234,7 @@ class MoELayer(ParallelModule):
             config.hidden,
             (dtype or torch.get_default_dtype()).itemsize,
             (options or DispatchOptions()).deterministic,
-            (options or DispatchOptions()).payloads,
+            (options or DispatchOptions()).wire_dtypes,
             overlap is not None,
         )
 
@@ -365,7 +367,7 @@ class MoELayer(ParallelModule):
         ids_TK, weights_TK, identity_T1 = self._chosen(routing, token_index)
         wide_TD = x_TD.to(compute_dtype(x_TD)) if torch.is_autocast_enabled(x_TD.device.type) else x_TD
         call = self._dispatched(wide_TD, ids_TK, weights_TK)
-        self._note(call.layout)
+        self._note(call.handle)
         if in_parts:
             call.complete()
         yield
@@ -373,7 +375,7 @@ class MoELayer(ParallelModule):
             shared_TD = None if self.shared is None else self.shared(x_TD)
             with EVENTS.span(Kind.COMPUTE, "experts", layer=self.label):
                 # Call the module, so that its hooks run: FSDP gathers the weights in one.
-                rows = self.experts(call.rows, call.layout.rows_per_expert, call.compute)
+                rows = self.experts(call.rows, call.handle.rows_per_expert, call.compute)
         yield
         y_TD = call.combine(rows)
         if identity_T1 is not None and self.zero_experts.identity:
@@ -459,11 +461,11 @@ class MoELayer(ParallelModule):
             return None
         return channel_of(group)
 
-    def _note(self, layout: Layout) -> None:
+    def _note(self, handle: DispatchHandle) -> None:
         etp = self.sizes["etp"]
-        slots = layout.num_tokens * layout.top_k // etp
+        slots = handle.num_tokens * handle.top_k // etp
         dropped = None if self.capacity is None else self.num_dropped
-        self.flow = Flow(slots, slots - layout.num_dropped // etp, layout.num_rows, dropped)
+        self.dispatch_stats = DispatchStats(slots, slots - handle.num_dropped // etp, handle.num_rows, dropped)
 
 
 def _same_seed(group: ProcessGroup | None) -> int:

@@ -127,12 +127,12 @@ def swap_dims(x: Tensor, group: ProcessGroup | None, split_dim: int, join_dim: i
 # --- the same without autograd ---
 
 
-def gather_values(x: Tensor, group: ProcessGroup | None, doing: str = "an exchange of values") -> Tensor:
+def gather_values(x: Tensor, group: ProcessGroup | None, description: str = "an exchange of values") -> Tensor:
     """[W, *shape] of the ranks' tensors, any dtype. Not differentiable."""
     if group_size(group) == 1:
         return x.detach().unsqueeze(0)
     assert group is not None
-    return channel_of(group).all_gather(x.detach(), doing)
+    return channel_of(group).all_gather(x.detach(), description)
 
 
 def sum_values(x: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -189,9 +189,9 @@ def check_cut(x: Tensor, dim: int, group: ProcessGroup | None) -> None:
 def _begin(call: _Call, name: str, x: Tensor) -> tuple[SharedChannel, str]:
     """The channel, and what to say about this call, compared with the peers' where that is wanted."""
     channel = channel_of(call.group)
-    doing = f"{name} of {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} along {call.dim}"
-    channel.compare(doing, x)
-    return channel, doing
+    description = f"{name} of {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} along {call.dim}"
+    channel.compare(description, x)
+    return channel, description
 
 
 def _same(x: Tensor) -> Tensor:
@@ -216,41 +216,41 @@ def _cut(x: Tensor, dim: int, world: int) -> Tensor:
 
 
 def _gather(call: _Call, x: Tensor) -> Tensor:
-    channel, doing = _begin(call, "all-gather", x)
+    channel, description = _begin(call, "all-gather", x)
     if not x.numel():
         return x.new_empty([n * channel.world if d == call.dim else n for d, n in enumerate(x.shape)])
-    return _joined(channel.all_gather(x, doing), call.dim)
+    return _joined(channel.all_gather(x, description), call.dim)
 
 
 def _reduce_scatter(call: _Call, x: Tensor) -> Tensor:
-    channel, doing = _begin(call, "reduce-scatter", x)
+    channel, description = _begin(call, "reduce-scatter", x)
     parts_W = _cut(x, call.dim, channel.world)
     if not x.numel():
         return parts_W[0]
     if channel.sums(x):
-        return channel.reduce_scatter(parts_W, doing)
+        return channel.reduce_scatter(parts_W, description)
     ones = [1] * channel.world
-    return added_in_order(channel.all_to_all(parts_W, ones, ones, doing))
+    return added_in_order(channel.all_to_all(parts_W, ones, ones, description))
 
 
 def _all_reduce(call: _Call, x: Tensor) -> Tensor:
-    channel, doing = _begin(call, "all-reduce", x)
+    channel, description = _begin(call, "all-reduce", x)
     if not x.numel():
         return x.clone()
     if channel.sums(x):
-        return channel.all_reduce(x, doing)
+        return channel.all_reduce(x, description)
     if channel.world == 2 or x.numel() * x.element_size() <= SMALL_BYTES:
-        return added_in_order(channel.all_gather(x, doing))
+        return added_in_order(channel.all_gather(x, description))
     flat = F.pad(x.reshape(-1), (0, -x.numel() % channel.world)).view(channel.world, -1)
     ones = [1] * channel.world
-    own = added_in_order(channel.all_to_all(flat, ones, ones, doing))
-    return channel.all_gather(own, doing).view(-1)[: x.numel()].view(x.shape)
+    own = added_in_order(channel.all_to_all(flat, ones, ones, description))
+    return channel.all_gather(own, description).view(-1)[: x.numel()].view(x.shape)
 
 
 def _swap(call: _Call, split: int, join: int, x: Tensor) -> Tensor:
-    channel, doing = _begin(call, f"all-to-all ({split} to {join})", x)
+    channel, description = _begin(call, f"all-to-all ({split} to {join})", x)
     parts_W = _cut(x, split, channel.world)
     if x.numel():
         ones = [1] * channel.world
-        parts_W = channel.all_to_all(parts_W, ones, ones, doing)
+        parts_W = channel.all_to_all(parts_W, ones, ones, description)
     return _joined(parts_W, join)

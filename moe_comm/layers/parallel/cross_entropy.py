@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.errors import InputError, RankMismatch
 from moe_comm.kernels.autocast import cast_parameter, compute_dtype, without_autocast
-from moe_comm.kernels.wanted import wanted_gradients
+from moe_comm.kernels.needed_grads import wanted_gradients
 from moe_comm.kernels.wide import wide_dtype
 from moe_comm.layers.parallel.collectives import (
     gather_dim,

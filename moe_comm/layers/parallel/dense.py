@@ -34,7 +34,7 @@ class DenseMLP(ParallelModule):
         hidden, ffn: D and F of the whole block.
         group: the tensor-parallel group; None: one rank holds everything.
         activation: a name in ``ACTIVATIONS`` or an ``Activation``; w13 has 2F rows if it is gated, else F.
-        sequence_dim: dimension in which tokens are cut over the ranks, going in and coming out; None: every rank has
+        sequence_dim: dimension in which tokens are cut over the ranks, going in and pending out; None: every rank has
             all tokens, and the gradients of what stands outside are complete on every rank (``linear.py``).
         overlap: how to hide the gather and the sum behind the products; None: one after the other.
 

@@ -16,7 +16,7 @@ from moe_comm.layers.attention.config import Context
 from moe_comm.layers.attention.sequence import check_context, local_positions
 from moe_comm.layers.transformer.config import Recompute
 from moe_comm.overlap.options import Overlap
-from moe_comm.topology import FoldedMesh, ParallelConfig
+from moe_comm.topology import ParallelConfig, ParallelMesh
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +64,7 @@ class ModelPlan:
     @classmethod
     def of(
         cls,
-        mesh: FoldedMesh,
+        mesh: ParallelMesh,
         *,
         layers: Sequence[int] | None = None,
         has_embedding: bool = True,

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 
 from torch import Tensor
 
-from moe_comm.dispatch.types import Layout
+from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.kernels.expert_mlp import ExpertMLP
 
 
@@ -16,20 +16,20 @@ class ExpertCall(ABC):
     """One call of an expert-parallel layer, whose rows have been dispatched. Every rank calls ``compute``, then
     ``combine``, once each:
 
-        rows = call.compute(call.rows, call.layout.rows_per_expert, mlp)
+        rows = call.compute(call.rows, call.handle.rows_per_expert, mlp)
         y_TD = call.combine(rows)
 
     Attributes:
         rows: [R, D] the rows of this rank's experts; or an empty tensor that stands for them in autograd's graph, where
             the executor computes rows that are still in transfer.
-        layout: the dispatch handle.
+        handle: the dispatch handle.
     """
 
     rows: Tensor
 
     @property
     @abstractmethod
-    def layout(self) -> Layout: ...
+    def handle(self) -> DispatchHandle: ...
 
     def complete(self) -> None:  # noqa: B027 - most leave the group free
         """Make the group free for other operations before ``compute``: other layers, or other calls of this one."""

@@ -93,7 +93,7 @@ def pipelined_fault(dispatcher: Dispatcher) -> ConfigError | None:
         return None
     return ConfigError(
         "the pipelined executor runs over the dispatchers all_to_all and shared_memory, with payloads that carry "
-        f"their own scales; this is {dispatcher.name} with {dispatcher.options.payloads}. Use executor='auto' to run "
+        f"their own scales; this is {dispatcher.name} with {dispatcher.options.wire_dtypes}. Use executor='auto' to run "
         "serially where it cannot"
     )
 

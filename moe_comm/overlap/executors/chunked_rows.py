@@ -20,18 +20,18 @@ from typing import TYPE_CHECKING, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from moe_comm.comm.channel import Coming
+from moe_comm.comm.channel import PendingTensor
 from moe_comm.comm.header import Header, describe
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher, Routes, to_slots
 from moe_comm.dispatch.base import Dispatcher, dispatch_by
 from moe_comm.dispatch.checksums import Claim, claim
-from moe_comm.dispatch.moved import KINDS, put_layout, sent
-from moe_comm.dispatch.payload import bytes_per_row, pack, unpack
+from moe_comm.dispatch.dispatch_spans import KINDS, put_handle, sent
 from moe_comm.dispatch.sums import scale_, weighted_sum
-from moe_comm.dispatch.types import Dispatched, Layout
+from moe_comm.dispatch.types import Dispatched, DispatchHandle
+from moe_comm.dispatch.wire_dtype import bytes_per_row, pack, unpack
 from moe_comm.errors import ConfigError, MoeCommError
+from moe_comm.overlap.chunk_plan import Crossing, Parts, Piece, travelling_rows
 from moe_comm.overlap.cost import DIRECTIONS, Work
-from moe_comm.overlap.crossing import Crossing, Parts, Piece, travelling_rows
 from moe_comm.overlap.executors.transport import RowDispatch, RowReturn, RowSend, SentGradients
 from moe_comm.overlap.options import CHUNKED, TRITON, Overlap
 from moe_comm.overlap.tuning import choose
@@ -95,20 +95,20 @@ class ChunkedDispatch(RowDispatch):
             raise ConfigError(
                 f"only the dispatcher all_to_all overlaps (and shared_memory, where dispatch_matmul and matmul_combine "
                 f"are called by themselves), with payloads that carry their own scales; this is {dispatcher.name} with "
-                f"{dispatcher.options.payloads}"
+                f"{dispatcher.options.wire_dtypes}"
             )
         header = dispatcher.dispatch_header(x_TD, ids_TK, label)
         header = replace(header, requires_grad=header.requires_grad + 2 * weights_grad)
-        layout = dispatcher.agree(x_TD, ids_TK, header)
-        rows_WE = layout.state.rows_WE
-        payload = dispatcher.options.payloads.of("dispatch")
-        row_bytes = bytes_per_row(layout.hidden, payload, layout.dtype)
+        handle = dispatcher.agree(x_TD, ids_TK, header)
+        rows_WE = handle.state.rows_WE
+        wire_dtype = dispatcher.options.wire_dtypes.of("dispatch")
+        row_bytes = bytes_per_row(handle.hidden, wire_dtype, handle.dtype)
         worth = travelling_rows(rows_WE, dispatcher.placement) * row_bytes // COST
         chunks = overlap.chunks_of(worth)
         small = chunks == 1 and worth < overlap.chunk_bytes
         # Fused kernels consume rows as they land: nobody could compare them.
         claimed = None if overlap.backend == TRITON else claim(dispatcher, x_TD, ids_TK, header)
-        dispatch = cls(dispatcher, layout, chunks, header, small, overlap, claim=claimed)
+        dispatch = cls(dispatcher, handle, chunks, header, small, overlap, claim=claimed)
         if isinstance(overlap.chunks, str) and overlap.backend != TRITON:
             works = dispatch.works("dispatch_matmul", width)[:1]
             if width_back is not None:
@@ -119,16 +119,16 @@ class ChunkedDispatch(RowDispatch):
 
     def works(self, operator: str, width: int) -> tuple[Work, ...]:
         """``operator`` with a product of ``width`` columns, forward and backward; the same on every rank."""
-        layout, world = self.layout, self.dispatcher.world
+        handle, world = self.handle, self.dispatcher.world
         rows, groups = int(self.routes.rows_WE.sum()) // world, -(-self.dispatcher.num_experts // world)
-        return _works(operator, rows, layout.hidden, width, layout.dtype, world, groups)
+        return _works(operator, rows, handle.hidden, width, handle.dtype, world, groups)
 
     def each_way(self, operator: str, width: int) -> tuple[ChunkedDispatch, ChunkedDispatch]:
         """This dispatch in the chunks of ``operator`` forward, and backward: those asked for, or with "auto" what is
         best for each. The first call for a shape is collective then."""
         if not isinstance(self.overlap.chunks, str):
             return self, self
-        channel, device = self.dispatcher.channel, self.layout.device
+        channel, device = self.dispatcher.channel, self.handle.device
         forward, backward = (choose(work, channel, device, (CHUNKED,)).chunks for work in self.works(operator, width))
         return self._in(forward), self._in(backward)
 
@@ -148,7 +148,7 @@ class ChunkedDispatch(RowDispatch):
     def crossing(self) -> Crossing:
         """What is in which chunk."""
         dispatcher = self.dispatcher
-        return Crossing.of(self.routes.rows_WE, dispatcher.placement, dispatcher.rank, self.chunks, self.layout.device)
+        return Crossing.of(self.routes.rows_WE, dispatcher.placement, dispatcher.rank, self.chunks, self.handle.device)
 
     @property
     def parts(self) -> Parts:
@@ -167,17 +167,17 @@ class ChunkedDispatch(RowDispatch):
         return ChunkedReturn(self, header)
 
     def abort_on_error(self, send: RowSend | None) -> AbstractContextManager[None]:
-        return self.dispatcher.abort_on_error(self.layout.label, in_flight=True)
+        return self.dispatcher.abort_on_error(self.handle.label, in_flight=True)
 
     def dispatch_at_once(self, x_TD: Tensor) -> Dispatched:
         """The dispatch that was agreed on, one step, differentiable."""
 
-        def send(x_TD: Tensor) -> tuple[Tensor, Layout]:
-            rows_RD = self.dispatcher.send(x_TD, self.layout, self.opening)
+        def send(x_TD: Tensor) -> tuple[Tensor, DispatchHandle]:
+            rows_RD = self.dispatcher.send(x_TD, self.handle, self.opening)
             self.check(rows_RD)
-            return rows_RD, self.layout
+            return rows_RD, self.handle
 
-        return dispatch_by(self.dispatcher, x_TD, send, self.layout.label)
+        return dispatch_by(self.dispatcher, x_TD, send, self.handle.label)
 
     def check(self, rows_RD: Tensor) -> None:
         """Compare rows that have arrived with their checksums, if there are any."""
@@ -186,14 +186,14 @@ class ChunkedDispatch(RowDispatch):
 
     @property
     def routes(self) -> Routes:
-        found: Routes = self.layout.state
+        found: Routes = self.handle.state
         return found
 
     @cached_property
     def landed_TK(self) -> Tensor:
         """[T, K] place of each slot's result where own ones stand first, then chunk after chunk; -1 where dropped."""
         crossing, routes = self.crossing, self.routes
-        slots_S = torch.arange(routes.slot_S.shape[0], device=self.layout.device)
+        slots_S = torch.arange(routes.slot_S.shape[0], device=self.handle.device)
         if not len(slots_S):
             return routes.place_TK
         landed_S = torch.cat((slots_S[crossing.own_slots], *(chunk.leaving_S for chunk in crossing.chunks)))
@@ -202,59 +202,61 @@ class ChunkedDispatch(RowDispatch):
 
     def header(self, op: str, weights_grad: bool = False) -> Header:
         """The next header of ``op``, without a handshake."""
-        return self.dispatcher.header(op, self.layout, weights_grad)
+        return self.dispatcher.header(op, self.handle, weights_grad)
 
     def begin(self, op: str, weights_grad: bool = False) -> Header:
         """The handshake of an operation, if checked."""
         header = self.header(op, weights_grad)
-        self.dispatcher.agree_again(header, self.layout.device)
+        self.dispatcher.agree_again(header, self.handle.device)
         return header
 
     def refuse(self, op: str, fault: MoeCommError) -> NoReturn:
         """Raise ``fault`` in place of ``op``; on every rank if operations are checked."""
-        self.dispatcher.agree_again(replace(self.header(op), fault=fault), self.layout.device)
+        self.dispatcher.agree_again(replace(self.header(op), fault=fault), self.handle.device)
         raise fault
 
-    def start_out(self, values_S: Tensor, doing: str) -> Coming:
+    def start_out(self, values_S: Tensor, description: str) -> PendingTensor:
         """One number a slot to its expert's rank, [R] there."""
         routes = self.routes
-        coming = self.dispatcher.channel.start_all_to_all(values_S, routes.send, routes.receive, doing)
+        pending = self.dispatcher.channel.start_all_to_all(values_S, routes.send, routes.receive, description)
         by_expert = routes.by_expert_R
-        return coming if by_expert is None else coming.then(lambda arrived: arrived[by_expert])
+        return pending if by_expert is None else pending.then(lambda arrived: arrived[by_expert])
 
-    def start_back(self, values_R: Tensor, doing: str) -> Coming:
+    def start_back(self, values_R: Tensor, description: str) -> PendingTensor:
         """One number a row back to its slot, [T, K] there; 0 where a slot went nowhere."""
-        routes, layout = self.routes, self.layout
+        routes, handle = self.routes, self.handle
         leaving = values_R if routes.by_source_R is None else values_R[routes.by_source_R]
-        coming = self.dispatcher.channel.start_all_to_all(leaving, routes.receive, routes.send, doing)
+        pending = self.dispatcher.channel.start_all_to_all(leaving, routes.receive, routes.send, description)
 
-        return coming.then(lambda values_S: to_slots(values_S, layout))
+        return pending.then(lambda values_S: to_slots(values_S, handle))
 
 
 class ChunkedSend(RowSend):
     """Rows of tokens on their way to the experts, in chunks, which complete in order."""
 
     def __init__(self, dispatch: ChunkedDispatch, rows_TD: Tensor, header: Header) -> None:
-        self._crossing, layout = dispatch.crossing, dispatch.layout
-        self._payload = dispatch.dispatcher.options.payloads.of(header.op)
+        self._crossing, handle = dispatch.crossing, dispatch.handle
+        self._payload = dispatch.dispatcher.options.wire_dtypes.of(header.op)
         self._width, self._dtype = rows_TD.shape[1], rows_TD.dtype
-        token_S = dispatch.routes.slot_S // layout.top_k
+        token_S = dispatch.routes.slot_S // handle.top_k
         packed_TX = pack(rows_TD, self._payload)
-        channel, doing = dispatch.dispatcher.channel, describe(header)
+        channel, description = dispatch.dispatcher.channel, describe(header)
         self._dispatch, self._op, self._next = dispatch, header.op, 0
         with _span(dispatch, header) as span:
-            self._coming = [
-                channel.start_all_to_all(take(packed_TX, token_S[chunk.leaving_S]), chunk.send, chunk.receive, doing)
+            self._pending = [
+                channel.start_all_to_all(
+                    take(packed_TX, token_S[chunk.leaving_S]), chunk.send, chunk.receive, description
+                )
                 for chunk in self._crossing.chunks
             ]
             if header.op == "dispatch":
-                put_layout(span, dispatch.dispatcher, layout)
-        self.rows_RD = warm_rows(layout.num_rows, self._width, self._dtype, rows_TD.device)
+                put_handle(span, dispatch.dispatcher, handle)
+        self.rows_RD = warm_rows(handle.num_rows, self._width, self._dtype, rows_TD.device)
         self.rows_RD[self._crossing.own_R] = self._unpacked(take(packed_TX, token_S[self._crossing.own_slots]))
 
     def take(self, wait: bool) -> Sequence[int]:
         chunk = self._next
-        if not wait and not self._coming[chunk].ready():
+        if not wait and not self._pending[chunk].ready():
             return ()
         self._next += 1
         self.land(chunk)
@@ -262,8 +264,8 @@ class ChunkedSend(RowSend):
 
     def land(self, chunk: int) -> None:
         """Wait for a chunk and put its rows into ``rows_RD``."""
-        with EVENTS.span(KINDS[self._op], self._op, layer=self._dispatch.layout.label):
-            self.rows_RD[self._crossing.chunks[chunk].arriving_R] = self._unpacked(self._coming[chunk]())
+        with EVENTS.span(KINDS[self._op], self._op, layer=self._dispatch.handle.label):
+            self.rows_RD[self._crossing.chunks[chunk].arriving_R] = self._unpacked(self._pending[chunk]())
 
     def close(self) -> None:
         if self._op == "dispatch":
@@ -278,8 +280,8 @@ class ChunkedGradients(ChunkedSend, SentGradients):
 
     def __init__(self, dispatch: ChunkedDispatch, grad_TD: Tensor, weights_TK: Tensor, weights_grad: bool) -> None:
         header = dispatch.begin("combine backward", weights_grad)
-        self._doing = f"{describe(header)}, routing weights"
-        self._scales = dispatch.start_out(weights_TK.reshape(-1)[dispatch.routes.slot_S], self._doing)
+        self._description = f"{describe(header)}, routing weights"
+        self._scales = dispatch.start_out(weights_TK.reshape(-1)[dispatch.routes.slot_S], self._description)
         self._weights_R: Tensor | None = None
         self._results_RD: Tensor | None = None
         self._dots_R: Tensor | None = None
@@ -308,22 +310,22 @@ class ChunkedGradients(ChunkedSend, SentGradients):
             return lambda: None
         wide = self._dispatch.wide
         dots_R = self._results_RD.new_empty(0, dtype=wide) if self._dots_R is None else self._dots_R
-        return self._dispatch.start_back(dots_R, self._doing)
+        return self._dispatch.start_back(dots_R, self._description)
 
 
 class ChunkedReturn(RowReturn):
     """Results of experts on their way back to the tokens, in chunks. Chunks start in order."""
 
     def __init__(self, dispatch: ChunkedDispatch, header: Header) -> None:
-        layout = dispatch.layout
+        handle = dispatch.handle
         self._dispatch, self._header = dispatch, header
-        self._payload, self._doing = dispatch.dispatcher.options.payloads.of(header.op), describe(header)
-        self._coming: list[Coming] = []
+        self._payload, self._description = dispatch.dispatcher.options.wire_dtypes.of(header.op), describe(header)
+        self._pending: list[PendingTensor] = []
         self._landing_SD: Tensor | None = None
-        self.rows_RD = warm_rows(layout.num_rows, layout.hidden, layout.dtype, layout.device)
-        if not self._payload.narrows(layout.dtype):  # it needs no room but that from which it is summed
+        self.rows_RD = warm_rows(handle.num_rows, handle.hidden, handle.dtype, handle.device)
+        if not self._payload.narrows(handle.dtype):  # it needs no room but that from which it is summed
             slots = dispatch.routes.slot_S.shape[0]
-            self._landing_SD = warm_rows(slots, layout.hidden, layout.dtype, layout.device)
+            self._landing_SD = warm_rows(slots, handle.hidden, handle.dtype, handle.device)
             self._landed = dispatch.crossing.own_R.shape[0]
 
     def computed(self, part: int) -> None:
@@ -331,12 +333,12 @@ class ChunkedReturn(RowReturn):
         packed_RX = pack(take(self.rows_RD, chunk.arriving_R), self._payload)
         channel = self._dispatch.dispatcher.channel
         if self._landing_SD is None:
-            coming = channel.start_all_to_all(packed_RX, chunk.receive, chunk.send, self._doing)
+            pending = channel.start_all_to_all(packed_RX, chunk.receive, chunk.send, self._description)
         else:
             first, self._landed = self._landed, self._landed + sum(chunk.send)
             out = self._landing_SD[first : self._landed]
-            coming = channel.start_all_to_all(packed_RX, chunk.receive, chunk.send, self._doing, out)
-        self._coming.append(coming)
+            pending = channel.start_all_to_all(packed_RX, chunk.receive, chunk.send, self._description, out)
+        self._pending.append(pending)
 
     def result(self, weights_TK: Tensor | None) -> Tensor:
         with _span(self._dispatch, self._header):
@@ -347,13 +349,13 @@ class ChunkedReturn(RowReturn):
         rows_RD = self.rows_RD
         if self._landing_SD is not None:
             torch.index_select(rows_RD, 0, crossing.own_R, out=self._landing_SD[: crossing.own_R.shape[0]])
-            for coming in self._coming:
-                coming()
+            for pending in self._pending:
+                pending()
             return weighted_sum(self._landing_SD, self._dispatch.landed_TK, weights_TK)
         rows_SD = warm_rows(routes.slot_S.shape[0], rows_RD.shape[1], rows_RD.dtype, rows_RD.device)
         rows_SD[crossing.own_slots] = self._unpacked(pack(take(rows_RD, crossing.own_R), self._payload))
-        for chunk, coming in zip(crossing.chunks, self._coming, strict=True):
-            rows_SD[chunk.leaving_S] = self._unpacked(coming())
+        for chunk, pending in zip(crossing.chunks, self._pending, strict=True):
+            rows_SD[chunk.leaving_S] = self._unpacked(pending())
         return weighted_sum(rows_SD, routes.place_TK, weights_TK)
 
     def _unpacked(self, moved_SX: Tensor) -> Tensor:
@@ -368,11 +370,11 @@ def _works(
 
 
 def _span(dispatch: ChunkedDispatch, header: Header) -> Open:
-    layout, dispatcher = dispatch.layout, dispatch.dispatcher
-    nbytes, group = sent(dispatcher, header.op, layout), group_of(dispatcher.group)
-    return EVENTS.span(KINDS[header.op], header.op, layer=layout.label, group=group, nbytes=nbytes)
+    handle, dispatcher = dispatch.handle, dispatch.dispatcher
+    nbytes, group = sent(dispatcher, header.op, handle), group_of(dispatcher.group)
+    return EVENTS.span(KINDS[header.op], header.op, layer=handle.label, group=group, nbytes=nbytes)
 
 
 def sends_chunks(dispatcher: Dispatcher) -> bool:
     """Whether rows can be sent in chunks: with ``all_to_all``, each row with its own scales."""
-    return type(dispatcher) is AllToAllDispatcher and dispatcher.options.payloads.invariant
+    return type(dispatcher) is AllToAllDispatcher and dispatcher.options.wire_dtypes.invariant

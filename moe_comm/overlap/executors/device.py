@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
 from moe_comm.dispatch.base import Dispatcher
-from moe_comm.dispatch.types import Layout
+from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import ConfigError, MissingDependency, MoeCommError
 from moe_comm.kernels.activations import SwiGLU
 from moe_comm.kernels.expert_mlp import ExpertMLP
@@ -50,16 +50,16 @@ def _fault(dispatcher: Dispatcher, dtype: torch.dtype, device: torch.device) -> 
 def fused_choice(dispatch: ChunkedDispatch, operator: str, width: int) -> Choice | None:
     """How ``operator`` runs as a kernel; None: it does not. Alike on every rank, and the first call for a shape is
     collective with chunks "auto"."""
-    overlap, layout, dispatcher = dispatch.overlap, dispatch.layout, dispatch.dispatcher
+    overlap, handle, dispatcher = dispatch.overlap, dispatch.handle, dispatch.dispatcher
     asked = overlap.backend == TRITON
     if asked and (overlap.programs or not isinstance(overlap.chunks, str)):
         return Choice(TRITON, programs=overlap.programs or 0)
-    if not asked and (overlap.backend != "auto" or not isinstance(overlap.chunks, str) or not on_gpus(layout.device)):
+    if not asked and (overlap.backend != "auto" or not isinstance(overlap.chunks, str) or not on_gpus(handle.device)):
         return None
-    if not asked and _fault(dispatcher, layout.dtype, layout.device) is not None:
+    if not asked and _fault(dispatcher, handle.dtype, handle.device) is not None:
         return None
     backends = (TRITON,) if dispatch.fused is not None or asked else (CHUNKED, TRITON)
-    choice = choose(dispatch.works(operator, width), dispatcher.channel, layout.device, backends)
+    choice = choose(dispatch.works(operator, width), dispatcher.channel, handle.device, backends)
     return choice if choice.backend == TRITON else None
 
 
@@ -69,7 +69,7 @@ def fused_dispatch(
     """``dispatch_matmul`` by a kernel, of what was agreed on; and what ``fused_combine`` needs."""
     from moe_comm.overlap.triton.experts import dispatched, opened  # needs Triton
 
-    fused = opened(dispatch.dispatcher, dispatch.layout, ids_TK, choice.programs or None)
+    fused = opened(dispatch.dispatcher, dispatch.handle, ids_TK, choice.programs or None)
     return dispatched(fused, x_TD, w_EGD), replace(dispatch, fused=fused)
 
 
@@ -98,12 +98,12 @@ class DeviceCall(ExpertCall):
 
         programs = dispatch.overlap.programs
         self._dispatch, self._weights_TK, self.rows = dispatch, weights_TK, x_TD
-        self._passage = opened(dispatch.dispatcher, dispatch.layout, ids_TK, programs)
+        self._passage = opened(dispatch.dispatcher, dispatch.handle, ids_TK, programs)
         self._w2_EDF: Tensor | None = None
 
     @property
-    def layout(self) -> Layout:
-        return self._dispatch.layout
+    def handle(self) -> DispatchHandle:
+        return self._dispatch.handle
 
     def compute(self, rows: Tensor, rows_per_expert: Sequence[int], mlp: ExpertMLP) -> Tensor:
         """[R, F] the activations; ``combine`` multiplies them by the last weights.
@@ -128,4 +128,4 @@ class DeviceCall(ExpertCall):
         return matmul_combine(rows, self._w2_EDF, self._weights_TK, self._passage)
 
     def abort_on_error(self) -> AbstractContextManager[None]:
-        return self._dispatch.dispatcher.abort_on_error(self.layout.label)
+        return self._dispatch.dispatcher.abort_on_error(self.handle.label)

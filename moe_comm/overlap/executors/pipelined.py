@@ -32,11 +32,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe_comm.dispatch.types import Layout
+from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import InputError
 from moe_comm.kernels.expert_mlp import ExpertBackward, ExpertMLP, LocalExperts, Wanted, by_expert
-from moe_comm.kernels.wanted import wanted_gradients
-from moe_comm.overlap.crossing import Board, Parts, Piece
+from moe_comm.kernels.needed_grads import wanted_gradients
+from moe_comm.overlap.chunk_plan import Board, Parts, Piece
 from moe_comm.overlap.executors.base import ExpertCall
 from moe_comm.overlap.executors.transport import RowDispatch, RowReturn, RowSend, SentGradients
 from moe_comm.runtime.memory import warm_like, warm_rows
@@ -127,11 +127,11 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor | None, weights_TK: Tensor | None, run: _Run) -> Tensor:
         ctx.run = run
-        layout = run.forward.layout
+        handle = run.forward.handle
         if x_TD is not None and run.start is not None:
             run.send = run.start(x_TD)
             run.start = None
-        return torch.empty(0, dtype=layout.dtype, device=layout.device)
+        return torch.empty(0, dtype=handle.dtype, device=handle.device)
 
     @staticmethod
     @once_differentiable
@@ -173,7 +173,7 @@ class _Experts(torch.autograd.Function):
     ) -> Tensor:
         dispatch, send, back = run.forward, run.send, None
         run.send = None
-        layout, experts = dispatch.layout, settings.with_tensors(tensors)
+        handle, experts = dispatch.handle, settings.with_tensors(tensors)
         try:
             if send is not None:
                 send.open(None)
@@ -182,7 +182,7 @@ class _Experts(torch.autograd.Function):
             rows_RD = given_RD if send is None else send.rows_RD
             assert rows_RD is not None
             out_RD = _rows(rows_RD, experts.columns) if back is None else back.rows_RD
-            passing = experts.forward(rows_RD, out_RD, layout.rows_per_expert, keep, warm_rows)
+            passing = experts.forward(rows_RD, out_RD, handle.rows_per_expert, keep, warm_rows)
             run_ranges(dispatch.parts, send, back, lambda piece: passing.row_range(piece.expert, piece.rows))
             if back is not None:
                 back.close(run.wide_TK, lambda: False)
@@ -228,7 +228,7 @@ class _Backward:
         dispatch, send, back = run.backward, run.gradients, None
         run.gradients = None
         needs = tuple(ctx.needs_input_grad[5:])
-        self._tensors, self._sizes = tensors, dispatch.layout.rows_per_expert
+        self._tensors, self._sizes = tensors, dispatch.handle.rows_per_expert
         self._found: list[Tensor | None] = [None] * len(tensors)
         self.grad_rows_RD: Tensor | None = None
         try:
@@ -334,8 +334,8 @@ class PipelinedCall(ExpertCall):
         self.rows = _Dispatch.apply(x_TD, weights_TK, run)
 
     @property
-    def layout(self) -> Layout:
-        return self._dispatch.layout
+    def handle(self) -> DispatchHandle:
+        return self._dispatch.handle
 
     def complete(self) -> None:
         if not self._dispatch.in_flight and self._run.send is not None:
@@ -345,10 +345,10 @@ class PipelinedCall(ExpertCall):
         dispatch, run = self._dispatch, self._run
         local, w13 = len(dispatch.dispatcher.local_experts), mlp.tensors[0]
         assert w13 is not None
-        if w13.shape[0] != local or w13.shape[2] != dispatch.layout.hidden or w13.device != dispatch.layout.device:
+        if w13.shape[0] != local or w13.shape[2] != dispatch.handle.hidden or w13.device != dispatch.handle.device:
             raise InputError(
-                f"an expert layer needs weights [{local}, .., {dispatch.layout.hidden}] of this rank's experts on "
-                f"{dispatch.layout.device}; got {tuple(w13.shape)} on {w13.device}"
+                f"an expert layer needs weights [{local}, .., {dispatch.handle.hidden}] of this rank's experts on "
+                f"{dispatch.handle.device}; got {tuple(w13.shape)} on {w13.device}"
             )
         mlp.check_weights(rows)
         run.requires_grad = _grad(rows, *mlp.tensors)

@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_comm.dispatch.base import Dispatcher
-from moe_comm.dispatch.types import Dispatched, Layout
+from moe_comm.dispatch.types import Dispatched, DispatchHandle
 from moe_comm.kernels.activations import Activation
 from moe_comm.kernels.autocast import compute_dtype
 from moe_comm.kernels.expert_mlp import Alloc, ExpertMLP, LocalExperts, Wanted
 from moe_comm.kernels.native import TRITON_DEVICES
-from moe_comm.kernels.wanted import wanted_gradients
+from moe_comm.kernels.needed_grads import wanted_gradients
 from moe_comm.overlap.executors.base import ExpertCall
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import EVENTS
@@ -194,11 +194,11 @@ class SerialCall(ExpertCall):
     """Nothing is in transfer between the calls."""
 
     def __init__(self, dispatcher: Dispatcher, dispatched: Dispatched, weights_TK: Tensor) -> None:
-        self._dispatcher, self._layout, self._weights_TK = dispatcher, dispatched.layout, weights_TK
+        self._dispatcher, self._layout, self._weights_TK = dispatcher, dispatched.handle, weights_TK
         self.rows = dispatched.rows_RD
 
     @property
-    def layout(self) -> Layout:
+    def handle(self) -> DispatchHandle:
         return self._layout
 
     def compute(self, rows: Tensor, rows_per_expert: Sequence[int], mlp: ExpertMLP) -> Tensor:

@@ -37,11 +37,11 @@ from moe_comm.dispatch.backends.native import ArrivingRows, LeavingRows
 from moe_comm.dispatch.backends.shared_memory import SharedMemoryDispatcher
 from moe_comm.dispatch.base import dispatch_by
 from moe_comm.dispatch.checksums import claim
-from moe_comm.dispatch.moved import put_layout, rows_moved
-from moe_comm.dispatch.payload import rounded
-from moe_comm.dispatch.types import Dispatched, Layout
+from moe_comm.dispatch.dispatch_spans import put_handle, rows_moved
+from moe_comm.dispatch.types import Dispatched, DispatchHandle
+from moe_comm.dispatch.wire_dtype import rounded
 from moe_comm.errors import ConfigError, HeapError, MoeCommError
-from moe_comm.overlap.crossing import Parts, Piece, pieces_by_source, travelling_rows
+from moe_comm.overlap.chunk_plan import Parts, Piece, pieces_by_source, travelling_rows
 from moe_comm.overlap.executors.chunked_rows import COST
 from moe_comm.overlap.executors.transport import RowDispatch, RowReturn, RowSend, SentGradients
 from moe_comm.overlap.options import Overlap
@@ -79,16 +79,16 @@ class SharedDispatch(RowDispatch):
             PeerDied, PeerTimeout: a rank failed, or did not call in time.
         """
         if not can_pipeline(dispatcher):
-            payloads = dispatcher.options.payloads
-            raise ConfigError(f"only rows that carry their own scales are sent in chunks; this is {payloads}")
+            wire_dtypes = dispatcher.options.wire_dtypes
+            raise ConfigError(f"only rows that carry their own scales are sent in chunks; this is {wire_dtypes}")
         header = dispatcher.dispatch_header(x_TD, ids_TK, label)
         with rows_moved(dispatcher, "dispatch", label) as span:
             arriving = dispatcher.start_dispatch(x_TD.detach(), ids_TK, header)
-            put_layout(span, dispatcher, arriving.layout)
+            put_handle(span, dispatcher, arriving.handle)
         try:
-            layout, placement = arriving.layout, dispatcher.placement
-            rows_WE = np.frombuffer(layout.state.counts, np.int64).reshape(dispatcher.world, -1)
-            row_bytes = layout.hidden * layout.dtype.itemsize
+            handle, placement = arriving.handle, dispatcher.placement
+            rows_WE = np.frombuffer(handle.state.counts, np.int64).reshape(dispatcher.world, -1)
+            row_bytes = handle.hidden * handle.dtype.itemsize
             chunks = overlap.chunks_of(travelling_rows(rows_WE, placement) * row_bytes // COST)
             sources = pieces_by_source(rows_WE, placement, dispatcher.rank)
 
@@ -96,8 +96,8 @@ class SharedDispatch(RowDispatch):
                 if (claimed := claim(dispatcher, x_TD, ids_TK, header)) is not None:
                     claimed.check(rows_RD)
 
-            dispatch = cls(dispatcher, layout, chunks, sources)
-            return dispatch, SharedSend(dispatch.parts, layout.label, arriving, check)
+            dispatch = cls(dispatcher, handle, chunks, sources)
+            return dispatch, SharedSend(dispatch.parts, handle.label, arriving, check)
         except BaseException as error:
             arriving.__exit__(type(error), error, error.__traceback__)
             raise
@@ -115,18 +115,18 @@ class SharedDispatch(RowDispatch):
     def dispatch_at_once(self, send: SharedSend, x_TD: Tensor) -> Dispatched:
         """The rest of the dispatch in one step, differentiable."""
 
-        def arrived(_: Tensor) -> tuple[Tensor, Layout]:
+        def arrived(_: Tensor) -> tuple[Tensor, DispatchHandle]:
             send.close()
-            return send.rows_RD, self.layout
+            return send.rows_RD, self.handle
 
-        return dispatch_by(self.dispatcher, x_TD, arrived, self.layout.label, counted=False)
+        return dispatch_by(self.dispatcher, x_TD, arrived, self.handle.label, counted=False)
 
     def refuse(self, op: str, fault: MoeCommError) -> NoReturn:
-        self.dispatcher.refuse(fault, torch.empty(0, dtype=self.layout.dtype), label=self.layout.label)
+        self.dispatcher.refuse(fault, torch.empty(0, dtype=self.handle.dtype), label=self.handle.label)
 
     @contextmanager
     def abort_on_error(self, send: RowSend | None) -> Iterator[None]:
-        with self.dispatcher.abort_on_error(self.layout.label):
+        with self.dispatcher.abort_on_error(self.handle.label):
             try:
                 yield
             except BaseException:
@@ -209,16 +209,16 @@ class SharedGradients(SharedSend, SentGradients):
     in between. The gradient of the routing weights is computed on the tokens' ranks, which read the results."""
 
     def __init__(self, dispatch: SharedDispatch, grad_TD: Tensor, weights_TK: Tensor) -> None:
-        super().__init__(dispatch.parts, dispatch.layout.label, None)
+        super().__init__(dispatch.parts, dispatch.handle.label, None)
         self._dispatch, self._grad_TD, self._weights_TK = dispatch, grad_TD, weights_TK
         self._grad_TK: Tensor | None = None
 
     def open(self, results_RD: Tensor | None) -> None:
-        dispatcher, layout = self._dispatch.dispatcher, self._dispatch.layout
-        header = dispatcher.header("combine backward", layout, results_RD is not None)
-        with rows_moved(dispatcher, header.op, layout.label, layout):
+        dispatcher, handle = self._dispatch.dispatcher, self._dispatch.handle
+        header = dispatcher.header("combine backward", handle, results_RD is not None)
+        with rows_moved(dispatcher, header.op, handle.label, handle):
             self._arriving, self._grad_TK = dispatcher.start_spread(
-                self._grad_TD, results_RD, self._weights_TK, layout, header
+                self._grad_TD, results_RD, self._weights_TK, handle, header
             )
         self.rows_RD = self._arriving.rows_RD
 
@@ -230,17 +230,17 @@ class SharedReturn(RowReturn):
     """Results of experts that peers read in place, from a block of this rank's heap."""
 
     def __init__(self, dispatch: SharedDispatch, op: str, requires_grad: bool, after: SharedSend | None) -> None:
-        dispatcher, layout = dispatch.dispatcher, dispatch.layout
+        dispatcher, handle = dispatch.dispatcher, dispatch.handle
         self._dispatch, self._op, self._requires_grad = dispatch, op, requires_grad
-        self._payload = dispatcher.options.payloads.of(op)
+        self._payload = dispatcher.options.wire_dtypes.of(op)
         self._leaving: LeavingRows | None = None
         self._early: list[int] = []
         self._y_TD: Tensor | None = None
         self._fault: MoeCommError | None = None
-        self.rows_RD = self._offered_RD = torch.empty(0, layout.hidden, dtype=layout.dtype)
+        self.rows_RD = self._offered_RD = torch.empty(0, handle.hidden, dtype=handle.dtype)
         try:
             self.rows_RD = self._offered_RD = self._block()
-            if self._payload.narrows(layout.dtype):
+            if self._payload.narrows(handle.dtype):
                 self._offered_RD = self._block()
         except HeapError as error:  # all ranks raise it, when they meet in this operation
             self._fault = error.with_traceback(None)
@@ -266,11 +266,11 @@ class SharedReturn(RowReturn):
         self._round(self._dispatch.dispatcher.rank)
         while not leaving.ready() and spare():
             pass
-        with _waiting(Kind.COMBINE, self._dispatch.layout.label):
+        with _waiting(Kind.COMBINE, self._dispatch.handle.label):
             self._y_TD = leaving.sum(weights_TK)
         while spare():  # peers may still be reading this rank's rows
             pass
-        with _waiting(Kind.COMBINE, self._dispatch.layout.label):
+        with _waiting(Kind.COMBINE, self._dispatch.handle.label):
             leaving.__exit__(None, None, None)
 
     def result(self, weights_TK: Tensor | None) -> Tensor:
@@ -282,10 +282,10 @@ class SharedReturn(RowReturn):
             self._leaving.__exit__(type(error), error, error.__traceback__)
 
     def _open(self) -> None:
-        dispatcher, layout = self._dispatch.dispatcher, self._dispatch.layout
-        header = replace(dispatcher.header(self._op, layout, self._requires_grad), fault=self._fault)
-        with rows_moved(dispatcher, self._op, layout.label, layout):
-            self._leaving = dispatcher.start_sum(self._offered_RD, layout, header)
+        dispatcher, handle = self._dispatch.dispatcher, self._dispatch.handle
+        header = replace(dispatcher.header(self._op, handle, self._requires_grad), fault=self._fault)
+        with rows_moved(dispatcher, self._op, handle.label, handle):
+            self._leaving = dispatcher.start_sum(self._offered_RD, handle, header)
         for part in self._early:
             self._leaving.raise_flag(part)
 
@@ -296,8 +296,8 @@ class SharedReturn(RowReturn):
                 self._offered_RD[piece.rows] = rounded(self.rows_RD[piece.rows], self._payload)
 
     def _block(self) -> Tensor:
-        layout = self._dispatch.layout
-        return self._dispatch.dispatcher.empty_rows(layout.num_rows, layout.hidden, layout.dtype, layout.device)
+        handle = self._dispatch.handle
+        return self._dispatch.dispatcher.empty_rows(handle.num_rows, handle.hidden, handle.dtype, handle.device)
 
 
 def _open(arriving: ArrivingRows | None) -> ArrivingRows:
@@ -311,4 +311,4 @@ def _waiting(kind: Kind, label: str) -> moving:
 
 def can_pipeline(dispatcher: SharedMemoryDispatcher) -> bool:
     """Whether the rows of this dispatcher carry their own scales."""
-    return dispatcher.options.payloads.invariant
+    return dispatcher.options.wire_dtypes.invariant

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from moe_comm.dispatch.base import Dispatcher
-from moe_comm.dispatch.types import Layout
+from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import MoeCommError
-from moe_comm.overlap.crossing import Parts, Piece
+from moe_comm.overlap.chunk_plan import Parts, Piece
 
 
 class RowSend(ABC):
@@ -104,12 +104,12 @@ class RowReturn(ABC):
 class RowDispatch(ABC):
     """One dispatch that ranks have agreed on, and how its rows move; what ``matmul_combine`` needs to return them.
 
-    layout: as ``Dispatcher.dispatch`` gives it, with the rows in the same places.
+    handle: as ``Dispatcher.dispatch`` gives it, with the rows in the same places.
     chunks: number of groups of parts, which are computed together.
     """
 
     dispatcher: Dispatcher
-    layout: Layout
+    handle: DispatchHandle
     chunks: int
 
     in_flight: ClassVar[bool]
@@ -118,7 +118,7 @@ class RowDispatch(ABC):
     @property
     def wide(self) -> torch.dtype:
         """The dtype in which results are multiplied by routing weights."""
-        return torch.promote_types(self.layout.dtype, torch.float32)
+        return torch.promote_types(self.handle.dtype, torch.float32)
 
     @property
     @abstractmethod

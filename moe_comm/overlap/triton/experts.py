@@ -25,11 +25,11 @@ from moe_comm.comm.header import COLLECTIVE, OPS
 from moe_comm.dispatch import plain
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher, Routes
 from moe_comm.dispatch.base import Dispatcher
-from moe_comm.dispatch.types import Layout
+from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import ConfigError, InputError, MoeCommError
+from moe_comm.kernels.needed_grads import wanted_gradients
 from moe_comm.kernels.row_invariant import product_into
 from moe_comm.kernels.triton.interpreter import INTERPRETING
-from moe_comm.kernels.wanted import wanted_gradients
 from moe_comm.overlap.checks import combine_fault, weights_fault
 from moe_comm.overlap.ring import Ring
 from moe_comm.overlap.triton.launch import TritonPassage, run_combine, run_dispatch
@@ -69,8 +69,8 @@ def dispatch_matmul(
     )
     if fault is not None:
         dispatcher.refuse(fault, x_TD, label=label)
-    layout = dispatcher.agree(x_TD, ids_TK, dispatcher.dispatch_header(x_TD, ids_TK, label))
-    passage = _opened(dispatcher, layout, ids_TK, tiling)
+    handle = dispatcher.agree(x_TD, ids_TK, dispatcher.dispatch_header(x_TD, ids_TK, label))
+    passage = _opened(dispatcher, handle, ids_TK, tiling)
     return dispatched(passage, x_TD, w_EGD), passage
 
 
@@ -80,17 +80,19 @@ def kernels_fault(dispatcher: Dispatcher, dtype: torch.dtype, device: torch.devi
         return ConfigError(NOT_INTERPRETED)
     if dtype not in DTYPES:
         return InputError(f"the Triton kernels take float32, bfloat16 and float16; got {dtype}")
-    payloads = dispatcher.options.payloads
-    if any(payloads.of(op).narrows(dtype) for op in OPS if op != COLLECTIVE):
+    wire_dtypes = dispatcher.options.wire_dtypes
+    if any(wire_dtypes.of(op).narrows(dtype) for op in OPS if op != COLLECTIVE):
         return ConfigError(
             "the Triton kernels move rows as they are; use DispatchOptions without payloads, or the chunked operators"
         )
     return None
 
 
-def opened(dispatcher: AllToAllDispatcher, layout: Layout, ids_TK: Tensor, programs: int | None) -> TritonPassage:
+def opened(
+    dispatcher: AllToAllDispatcher, handle: DispatchHandle, ids_TK: Tensor, programs: int | None
+) -> TritonPassage:
     """Where the rows of a dispatch go that ranks have agreed on. programs: that communicate; None: a share of all."""
-    return _opened(dispatcher, layout, ids_TK, replace(ExpertTiling.of(layout.dtype), communicators=programs))
+    return _opened(dispatcher, handle, ids_TK, replace(ExpertTiling.of(handle.dtype), communicators=programs))
 
 
 def dispatched(passage: TritonPassage, x_TD: Tensor, w_EGD: Tensor) -> Tensor:
@@ -98,13 +100,15 @@ def dispatched(passage: TritonPassage, x_TD: Tensor, w_EGD: Tensor) -> Tensor:
     return _DispatchMatmul.apply(x_TD, w_EGD, passage)  # type: ignore[no-any-return]
 
 
-def _opened(dispatcher: AllToAllDispatcher, layout: Layout, ids_TK: Tensor, tiling: ExpertTiling) -> TritonPassage:
-    places = Places.of(ids_TK, layout.state, dispatcher.placement, Ring(dispatcher.rank, dispatcher.world))
+def _opened(
+    dispatcher: AllToAllDispatcher, handle: DispatchHandle, ids_TK: Tensor, tiling: ExpertTiling
+) -> TritonPassage:
+    places = Places.of(ids_TK, handle.state, dispatcher.placement, Ring(dispatcher.rank, dispatcher.world))
     relayed_WW = None
     if tiling.relay:
-        told = dispatcher.channel.all_gather(places.relayed(), f"{layout.label}: rows to relay")
+        told = dispatcher.channel.all_gather(places.relayed(), f"{handle.label}: rows to relay")
         relayed_WW = told.cpu().numpy().astype(np.int64)
-    return TritonPassage(dispatcher, layout, places, tiling, relayed_WW)
+    return TritonPassage(dispatcher, handle, places, tiling, relayed_WW)
 
 
 def matmul_combine(rows_RF: Tensor, w_EDF: Tensor, weights_TK: Tensor, passage: TritonPassage) -> Tensor:
@@ -122,7 +126,7 @@ def matmul_combine(rows_RF: Tensor, w_EDF: Tensor, weights_TK: Tensor, passage: 
         InputError: something does not fit; on every rank if the dispatcher is checked.
         PeerDied, PeerTimeout: a rank is gone, or a flag of it did not rise in time.
     """
-    fault = combine_fault(passage.dispatcher, passage.layout, rows_RF, w_EDF, weights_TK)
+    fault = combine_fault(passage.dispatcher, passage.handle, rows_RF, w_EDF, weights_TK)
     passage.begin("combine", fault)
     return _MatmulCombine.apply(rows_RF, w_EDF, weights_TK, passage)  # type: ignore[no-any-return]
 
@@ -179,7 +183,7 @@ class _MatmulCombine(torch.autograd.Function):
 def _weight_gradient(passage: TritonPassage, grad_RG: Tensor, rows_RD: Tensor, like_EGD: Tensor) -> Tensor:
     """[E, G, D] = grad.T @ rows, expert by expert; zeros for an expert without rows."""
     found = torch.zeros_like(like_EGD, memory_format=torch.contiguous_format)
-    counts = passage.layout.rows_per_expert
+    counts = passage.handle.rows_per_expert
     with torch.autocast(grad_RG.device.type, enabled=False):
         for grad, rows, into in zip(grad_RG.split(counts), rows_RD.split(counts), found, strict=True):
             if grad.shape[0]:
@@ -189,10 +193,10 @@ def _weight_gradient(passage: TritonPassage, grad_RG: Tensor, rows_RD: Tensor, l
 
 def _to_slots(passage: TritonPassage, values_R: Tensor) -> Tensor:
     """One number a row back to its slot, [T, K] there; 0 where a slot was dropped."""
-    routes: Routes = passage.layout.state
+    routes: Routes = passage.handle.state
     leaving = values_R if routes.by_source_R is None else values_R[routes.by_source_R]
-    doing = f"{passage.layout.label}: gradients of routing weights"
-    values_S = passage.dispatcher.channel.all_to_all(leaving, routes.receive, routes.send, doing)
+    description = f"{passage.handle.label}: gradients of routing weights"
+    values_S = passage.dispatcher.channel.all_to_all(leaving, routes.receive, routes.send, description)
     flat = values_S.new_zeros(passage.places.place_TK.numel())
     flat[routes.slot_S] = values_S
     return flat.view(passage.places.place_TK.shape)

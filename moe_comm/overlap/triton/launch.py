@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher
-from moe_comm.dispatch.types import Layout
+from moe_comm.dispatch.types import DispatchHandle
 from moe_comm.errors import MoeCommError
 from moe_comm.gpu.blocks import ALIGN
 from moe_comm.overlap.tiles import Cut, Ints
@@ -36,14 +36,14 @@ class TritonPassage:
     """Where the rows of one dispatch went; what brings them back."""
 
     dispatcher: AllToAllDispatcher
-    layout: Layout
+    handle: DispatchHandle
     places: Places
     tiling: ExpertTiling
     relayed_WW: Ints | None
 
     @property
     def memory(self) -> SymmetricMemory:
-        return memory_of(self.dispatcher.group, self.layout.device)
+        return memory_of(self.dispatcher.group, self.handle.device)
 
     def with_programs(self, communicating: int | None) -> TritonPassage:
         """The same with so many programs that communicate; None: a share of all. The bits do not depend on it."""
@@ -51,8 +51,8 @@ class TritonPassage:
 
     def begin(self, op: str, fault: MoeCommError | None = None) -> None:
         """The handshake of an operation on these rows, if the dispatcher is checked; raises ``fault``."""
-        header = replace(self.dispatcher.header(op, self.layout, False), fault=fault)
-        self.dispatcher.agree_again(header, self.layout.device)
+        header = replace(self.dispatcher.header(op, self.handle, False), fault=fault)
+        self.dispatcher.agree_again(header, self.handle.device)
         if fault is not None:
             raise fault
 
@@ -89,8 +89,8 @@ def run_dispatch(passage: TritonPassage, x_TD: Tensor, weights_TK: Tensor | None
     row_sizes = (places.most_rows * inner * element, places.most_rows * 4 * scaled)
     slot_sizes = (slots * inner * element, slots * top_k * 8, slots * top_k * 4 * scaled)
     starts = _sections((*row_sizes, *slot_sizes))
-    doing = f"{'matmul_combine backward' if scaled else 'dispatch_matmul'} of {inner} columns, top-{top_k}"
-    turn = memory.turn(starts[-1], num_flags, doing, _dispatch_names(passage))
+    description = f"{'matmul_combine backward' if scaled else 'dispatch_matmul'} of {inner} columns, top-{top_k}"
+    turn = memory.turn(starts[-1], num_flags, description, _dispatch_names(passage))
     rows_at, scale_at, *slots_at = (turn.data + start for start in starts[:-1])
     h_RG = torch.empty(places.num_rows, columns, dtype=x_TD.dtype, device=device)
     each, compute = tiling.split(processors(device), 2 if relay is not None else 1)
@@ -163,9 +163,9 @@ def run_combine(
     slices = tiling.slices_of(columns)
     tiles = combine_tiles(places, Cut(tiling.rows, tiling.extra_tiles), columns, slices, tiling.columns)
     sums = combine_sums(places, columns, slices, tiling.columns, tiling.sum_tokens)
-    doing = f"{'dispatch_matmul backward' if weights_TK is None else 'matmul_combine'} of {columns} columns"
+    description = f"{'dispatch_matmul backward' if weights_TK is None else 'matmul_combine'} of {columns} columns"
     num_bytes = places.most_rows * columns * rows_RF.element_size()
-    turn = memory.turn(num_bytes, sums.num_flags, doing, _combine_names(passage, slices))
+    turn = memory.turn(num_bytes, sums.num_flags, description, _combine_names(passage, slices))
     y_TD = torch.empty(places.num_tokens, columns, dtype=rows_RF.dtype, device=device)
     summing, compute = tiling.split(processors(device), 1)
     with _on(device):

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from moe_comm.errors import InputError
 from moe_comm.gpu.blocks import ALIGN
-from moe_comm.kernels.wanted import wanted_gradients
+from moe_comm.kernels.needed_grads import wanted_gradients
 from moe_comm.overlap.chunked import check_linear, exact_mm
 from moe_comm.overlap.triton.gather_matmul import Gather
 from moe_comm.overlap.triton.matmul_scatter import Scatter
@@ -136,8 +136,8 @@ class Kernels:
         def name(place: int) -> str:
             return tile_name(place) if place < tiles else row_name(place - tiles)
 
-        doing = f"gather_matmul backward of {tuple(x_SD.shape)} by {w_ND.shape[0]}"
-        turn = memory.turn(slots + gathered, tiles + chunks, doing, name)
+        description = f"gather_matmul backward of {tuple(x_SD.shape)} by {w_ND.shape[0]}"
+        turn = memory.turn(slots + gathered, tiles + chunks, description, name)
         gather = Gather(memory, turn, programs, slots, tiles)
         if needs_w:
             gather.push(x_SD)
@@ -158,8 +158,8 @@ class Kernels:
         y_SN = x_TK.new_zeros(rows, columns) if not x_TK.numel() else x_TK.new_empty(rows, columns)
         if x_TK.numel() and columns:
             data_bytes, flags = Scatter.needs(rows, columns, x_TK.dtype, world, programs)
-            doing = f"matmul_scatter of {tuple(x_TK.shape)} by {columns}"
-            turn = memory.turn(data_bytes, flags, doing, Scatter.names(rows, columns, programs))
+            description = f"matmul_scatter of {tuple(x_TK.shape)} by {columns}"
+            turn = memory.turn(data_bytes, flags, description, Scatter.names(rows, columns, programs))
             Scatter(memory, turn, programs).multiply(x_TK.unflatten(0, (world, rows)), w_NK.t(), y_SN)
             memory.finish(turn)
         return y_SN
@@ -170,13 +170,13 @@ class Kernels:
         """Of x and the weight; None where it is not wanted."""
         if not (needs_x or needs_w):
             return None, None
-        doing = f"matmul_scatter backward of {tuple(x_TK.shape)}"
+        description = f"matmul_scatter backward of {tuple(x_TK.shape)}"
         b_NK = w_NK if needs_x else w_NK[:, :0]
-        grad_WSK, grad_w = self._gathered(grad_SN.contiguous(), b_NK, doing, x_TK if needs_w else None)
+        grad_WSK, grad_w = self._gathered(grad_SN.contiguous(), b_NK, description, x_TK if needs_w else None)
         return grad_WSK.flatten(0, 1) if needs_x else None, grad_w
 
     def _gathered(
-        self, x_SD: Tensor, b_DN: Tensor, doing: str, other_TK: Tensor | None
+        self, x_SD: Tensor, b_DN: Tensor, description: str, other_TK: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """[W, S, N] = gathered x @ b, and [D, K] = gathered x.T @ other."""
         memory, programs = self.memory, self.programs
@@ -185,7 +185,7 @@ class Kernels:
         if not rows * inner or not (columns or other_TK is not None):
             return y_WSN.zero_(), None if other_TK is None else x_SD.new_zeros(inner, other_TK.shape[1])
         data_bytes, flags = Gather.needs(rows, inner, x_SD.dtype, world, programs)
-        turn = memory.turn(data_bytes, flags, f"{doing} by {columns}", Gather.names(rows, programs))
+        turn = memory.turn(data_bytes, flags, f"{description} by {columns}", Gather.names(rows, programs))
         gather = Gather(memory, turn, programs)
         if columns:
             gather.multiply(x_SD, b_DN, y_WSN)

@@ -59,14 +59,14 @@ class Turn:
     call: by which ranks compare what they do.
     first_flag: the turn's first flag, as an index into a block's int64 words.
     data: the turn's data, as bytes from the start of a block; a multiple of 256.
-    doing, names: for errors.
+    description, names: for errors.
     """
 
     number: int
     call: int
     first_flag: int
     data: int
-    doing: str
+    description: str
     names: Names = field(repr=False)
 
 
@@ -114,13 +114,13 @@ class SymmetricMemory:
     def timeout_ns(self) -> int:
         return int(self.timeout_s * 1e9)
 
-    def turn(self, data_bytes: int, flags: int, doing: str, names: Names) -> Turn:
+    def turn(self, data_bytes: int, flags: int, description: str, names: Names) -> Turn:
         """Begin a turn with room for ``data_bytes`` and ``flags`` on every rank; both are the same on every rank.
 
         Collective where blocks must grow for it. The turn's first kernel calls ``enter`` (``device.py``).
 
         Args:
-            doing: the operator and its sizes; ranks that differ in it get an error.
+            description: the operator and its sizes; ranks that differ in it get an error.
 
         Raises:
             PeerError: an earlier turn failed.
@@ -130,17 +130,17 @@ class SymmetricMemory:
         self.check()
         if self.device.type == "cuda" and self.channel is not None:
             # Before it may grow, which is collective: ranks in different calls would meet there.
-            self.channel.compare(doing, torch.empty(0, device=self.device))
+            self.channel.compare(description, torch.empty(0, device=self.device))
         if self._block is None or self._block.data_bytes < data_bytes or self._block.flags < flags:
-            self._grow(data_bytes, flags, doing)
+            self._grow(data_bytes, flags, description)
         assert self._block is not None
         self._number += 1
         half = self._number % 2
         header = self._header_words()
         first_flag = header + half * self._block.flags
         data = (header + 2 * self._block.flags) * 8 + half * self._block.data_bytes
-        call = digest(doing) & 0x7FFFFFFF  # an int32 for every kernel, lest one be compiled for int64 too
-        return Turn(self._number, call, first_flag, data, doing, names)
+        call = digest(description) & 0x7FFFFFFF  # an int32 for every kernel, lest one be compiled for int64 too
+        return Turn(self._number, call, first_flag, data, description, names)
 
     def data(self, turn: Turn, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:
         """A view of the own block's data of ``turn``, ``offset`` bytes (a multiple of 256) from its start. Valid until
@@ -200,7 +200,7 @@ class SymmetricMemory:
         if self.channel is not None and self.channel.comm.peers is not None:
             who = self.channel.comm.peers.describe(rank)
         self.failed = PeerTimeout(
-            f"rank {self.rank} in {turn.doing} (turn {turn.number}): waited {self.timeout_s:g} s for {who} to raise "
+            f"rank {self.rank} in {turn.description} (turn {turn.number}): waited {self.timeout_s:g} s for {who} to raise "
             f"{name}; it stands at {seen} of {wanted}. That rank is dead, stuck, slow, or took another path through "
             f"the program. This group's Triton operators are unusable now: restart the ranks, or raise timeout_s."
         )
@@ -221,33 +221,33 @@ class SymmetricMemory:
             if turn.number <= entered_W[rank] < turn.number + CALL_SLOTS - 1 and calls_W[rank] != turn.call
         ]
         if odd:
-            raise other_collective(self.rank, turn.number, turn.doing, f"ranks {odd} are in another")
+            raise other_collective(self.rank, turn.number, turn.description, f"ranks {odd} are in another")
 
-    def _grow(self, data_bytes: int, flags: int, doing: str) -> None:
+    def _grow(self, data_bytes: int, flags: int, description: str) -> None:
         """New blocks for all. The exchange is a barrier too: nobody is in an earlier turn any more when it is over."""
         self.check(wait=True)
         old = self._block
         data_bytes = max(_power(data_bytes), SMALLEST, old.data_bytes if old else 0)
         flags = max(_power(flags), ALIGN // 8, old.flags if old else 0)
         total = up((self._header_words() + 2 * flags) * 8 + 2 * data_bytes)
-        blocks = self._blocks(total, doing)
+        blocks = self._blocks(total, description)
         if self.device.type == "cuda" or self.channel is None:
             blocks.own[: self.world * 8].view(torch.int64).fill_(self._number)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             if self.channel is not None:
                 own_word = torch.zeros(1, dtype=torch.int64)
-                self.channel.all_gather(own_word, f"the start of symmetric memory for {doing}")
+                self.channel.all_gather(own_word, f"the start of symmetric memory for {description}")
         self._block = _Block(blocks, flags, data_bytes)
         self.peers_W = torch.tensor(blocks.addresses, dtype=torch.int64, device=self.device)
 
-    def _blocks(self, total: int, doing: str) -> Blocks:
+    def _blocks(self, total: int, description: str) -> Blocks:
         if self.channel is None:
             return alone(total, self.device)
         if self.device.type == "cuda":
             assert self.group is not None
             return symmetric(self.group, self.device, total)
-        channel, what = self.channel, f"symmetric memory for {doing}"
+        channel, what = self.channel, f"symmetric memory for {description}"
 
         def gather(words: list[int]) -> list[list[int]]:
             told: list[list[int]] = channel.all_gather(torch.tensor(words).to(channel.control_device), what).tolist()

@@ -52,7 +52,7 @@ class View:
 
     silent_s: since its main thread last began or ended something. unbeaten_s: since its watcher last ran.
     patience_s: how long it may be silent while others wait for it. stopped_s: how long a stopped one may be so.
-    doing: what it is in the middle of, outermost first. calls: how many it has begun, by group and kind.
+    description: what it is in the middle of, outermost first. calls: how many it has begun, by group and kind.
     left_s: how long ago it left, with ``words``.
     """
 
@@ -64,7 +64,7 @@ class View:
     stopped_s: float = 5.0
     start_s: float = 300.0
     step: int = 0
-    doing: tuple[Doing, ...] = ()
+    description: tuple[Doing, ...] = ()
     calls: Mapping[tuple[Group, Kind], int] = field(default_factory=dict)
     left_s: float = 0.0
     words: str = ""
@@ -74,13 +74,13 @@ class View:
     @property
     def wait(self) -> Doing | None:
         """The innermost thing it does that moves data between ranks."""
-        return next((one for one in reversed(self.doing) if one.kind.moves), None)
+        return next((one for one in reversed(self.description) if one.kind.moves), None)
 
     @property
     def meets(self) -> Doing | None:
         """The innermost thing it does that others do with it: ``wait``, or one like saving, which a thread beside the
         main one may carry out with the other ranks'."""
-        return self.wait or next((one for one in reversed(self.doing) if one.group), None)
+        return self.wait or next((one for one in reversed(self.description) if one.group), None)
 
     @property
     def is_frozen(self) -> bool:
@@ -90,7 +90,7 @@ class View:
     @property
     def is_patient(self) -> bool:
         """Whether it does something that may take long."""
-        return any(one.kind in PATIENT_KINDS for one in self.doing)
+        return any(one.kind in PATIENT_KINDS for one in self.description)
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def _targets(view: View, by_rank: Mapping[int, View]) -> set[int]:
     if wait.call:
         late = {rank for rank in others if by_rank[rank].calls.get((wait.group, wait.kind), 0) < wait.call}
     else:
-        late = {rank for rank in others if all(one.group != wait.group for one in by_rank[rank].doing)}
+        late = {rank for rank in others if all(one.group != wait.group for one in by_rank[rank].description)}
     return late | frozen
 
 
@@ -239,13 +239,11 @@ def _is_stuck(view: View, edges: Mapping[int, tuple[int, ...]], waited: Mapping[
 def _how(view: View) -> str:
     if view.fate == "left":
         return f"it left {view.left_s:.1f} s ago, and others still wait for it"
-    doing = f"in {view.doing[-1]}" if view.doing else "between operations"
+    description = f"in {view.description[-1]}" if view.description else "between operations"
     # A watcher runs several times a second, and may have done so once more after the main thread's last sign.
     if view.is_frozen or view.unbeaten_s >= view.patience_s / 2:
-        return (
-            f"none of its Python threads has run for {view.unbeaten_s:.1f} s (the interpreter's lock is held), {doing}"
-        )
-    return f"its main thread has shown no progress for {view.silent_s:.1f} s, {doing}"
+        return f"none of its Python threads has run for {view.unbeaten_s:.1f} s (the interpreter's lock is held), {description}"
+    return f"its main thread has shown no progress for {view.silent_s:.1f} s, {description}"
 
 
 def _rings(by_rank: Mapping[int, View], edges: Mapping[int, tuple[int, ...]]) -> list[list[View]]:

@@ -18,9 +18,9 @@ from typing import Any
 from moe_comm.runtime.event_layout import ACTIVE_AT, LONG
 from moe_comm.runtime.event_reader import read_open
 from moe_comm.runtime.launch.agent import ENDED_BY_WATCH
-from moe_comm.runtime.watch.board import Board, Phase
 from moe_comm.runtime.watch.pace import WatchOptions
 from moe_comm.runtime.watch.report import Fault
+from moe_comm.runtime.watch.status_table import Board, Phase
 
 ACKNOWLEDGE_S = 1.0
 WRITE_S = 0.5

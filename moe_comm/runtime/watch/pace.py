@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from moe_comm.errors import ConfigError
 from moe_comm.runtime.event_layout import ACTIVE_AT, LONG, RECORDS
 from moe_comm.runtime.event_reader import read_open
-from moe_comm.runtime.watch.board import Board, Phase
 from moe_comm.runtime.watch.graph import PATIENT_KINDS
+from moe_comm.runtime.watch.status_table import Board, Phase
 
 POLL_S = 0.1
 EARLY = 0.9

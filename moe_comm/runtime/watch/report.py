@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from moe_comm.runtime.event_layout import Kind, Span
-from moe_comm.runtime.watch.board import NOTICE_BYTES
 from moe_comm.runtime.watch.graph import Doing, Verdict, View
+from moe_comm.runtime.watch.status_table import NOTICE_BYTES
 
 LAST_EVENTS = 20
 WATCHER = "moe_comm/runtime/watch/"
@@ -78,7 +78,7 @@ def last_events(spans: Mapping[int, Iterable[Span]], now_ns: int) -> str:
 
 def _line(view: View, verdict: Verdict) -> str:
     targets = verdict.edges.get(view.rank, ())
-    inside = f" in {view.wait or view.doing[-1]}" if view.doing else ""
+    inside = f" in {view.wait or view.description[-1]}" if view.description else ""
     if verdict.kind == "unreachable" and view.rank in verdict.ranks:
         how = f"cannot be reached, {view.words}" if view.fate == "unreachable" else f"is cut off, {view.fate}"
         return f"rank {view.rank}  {how}, last{inside or ' between operations'}"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from moe_comm.runtime.event_layout import ACTIVE_AT, LONG, Span
 from moe_comm.runtime.event_reader import read_calls, read_open, read_state
-from moe_comm.runtime.watch.board import Board, Phase
 from moe_comm.runtime.watch.graph import Doing, Fate, View
+from moe_comm.runtime.watch.status_table import Board, Phase
 
 STARVED_S = 1.0
 """From so long a silence on, the time counts that a rank's main thread would have run had it been let."""
@@ -63,7 +63,7 @@ class Viewer:
             stopped_s=self._stopped_s,
             start_s=self._start_s,
             step=0 if state is None else state.step,
-            doing=tuple(doing(span, now) for span in read_open(region) if not span.thread),
+            description=tuple(description(span, now) for span in read_open(region) if not span.thread),
             calls=read_calls(region),
             left_s=(now - page.left_ns) / 1e9 if page.left_ns else 0.0,
             words=page.words,
@@ -72,7 +72,7 @@ class Viewer:
         )
 
 
-def doing(span: Span, now: int) -> Doing:
+def description(span: Span, now: int) -> Doing:
     """A span as it is told."""
     age = (now - span.begin_ns) / 1e9
     return Doing(span.kind, span.name, age, span.layer, span.step, span.micro, span.group, span.call, span.peer)

@@ -42,13 +42,13 @@ from moe_comm.runtime.event_reader import read_spans
 from moe_comm.runtime.events import EVENTS
 from moe_comm.runtime.launch.agent import NOTICED
 from moe_comm.runtime.memory import native_is_built
-from moe_comm.runtime.watch.board import Board, Phase, Texts, group_texts
 from moe_comm.runtime.watch.graph import View, analyse, cut_off
 from moe_comm.runtime.watch.hosts import HostBeats
 from moe_comm.runtime.watch.notice import Notices
 from moe_comm.runtime.watch.pace import EARLY, POLL_S, Pace, WatchOptions
 from moe_comm.runtime.watch.report import LAST_EVENTS, Fault, describe, last_events, notice_text
-from moe_comm.runtime.watch.views import Viewer, doing
+from moe_comm.runtime.watch.status_table import Board, Phase, Texts, group_texts
+from moe_comm.runtime.watch.views import Viewer, description
 
 LOOK_S = 0.2
 FRESH_S = 1.0
@@ -359,7 +359,7 @@ class Watcher:
         """What this rank's main thread was in when another rank's end let it go."""
         now = time.monotonic_ns()
         spans = [span for span in read_spans(self._own, LAST_EVENTS) if span.kind.moves and not span.thread]
-        return f"{doing(spans[-1], now)}:" if spans else ""
+        return f"{description(spans[-1], now)}:" if spans else ""
 
     def _own_events(self, now: int) -> str:
         """The last events of all ranks of this host."""

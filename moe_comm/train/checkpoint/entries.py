@@ -46,7 +46,7 @@ class Entry:
 
         Args:
             tensor: the local part, on any device; of a DTensor its local part.
-            place, sizes: ``FoldedMesh.place`` and ``.sizes``, or those of a ``ParallelConfig``.
+            place, sizes: ``ParallelMesh.place`` and ``.sizes``, or those of a ``ParallelConfig``.
             share: ``tensor`` is only this share of that part, as FSDP and ZeRO keep it.
 
         Raises:

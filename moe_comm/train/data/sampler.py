@@ -80,18 +80,18 @@ class Mixture:
         self.period = sum(self.turns)
         self._source_P = np.empty(self.period, np.int64)
         # Released: (deadline, source, j); to come: (release, deadline, source, j).
-        coming = [(0, math.ceil(Fraction(self.period, n)), s, 0) for s, n in enumerate(self.turns)]
+        pending = [(0, math.ceil(Fraction(self.period, n)), s, 0) for s, n in enumerate(self.turns)]
         ready: list[tuple[int, int, int]] = []
-        heapq.heapify(coming)
+        heapq.heapify(pending)
         for place in range(self.period):
-            while coming and coming[0][0] <= place:
-                _, deadline, s, j = heapq.heappop(coming)
+            while pending and pending[0][0] <= place:
+                _, deadline, s, j = heapq.heappop(pending)
                 heapq.heappush(ready, (deadline, s, j))
             _, s, j = heapq.heappop(ready)
             self._source_P[place] = s
             n, j = self.turns[s], j + 1
             if j < n:
-                heapq.heappush(coming, (j * self.period // n, -(-(j + 1) * self.period // n), s, j))
+                heapq.heappush(pending, (j * self.period // n, -(-(j + 1) * self.period // n), s, j))
         self._places = [np.flatnonzero(self._source_P == s) for s in range(len(self.turns))]
 
     def source(self, number_N: Ints) -> Ints:

@@ -19,7 +19,7 @@ from moe_comm.overlap.options import Overlap
 from moe_comm.plan.model.shape import ModelShape
 from moe_comm.plan.pipeline.schedules import check_micro_batches
 from moe_comm.plan.pipeline.stages import StagePlan, plan_stages
-from moe_comm.topology import FoldedMesh, Sharding
+from moe_comm.topology import ParallelMesh, Sharding
 from moe_comm.train.architecture import training_side, transformer_config
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.loop.trainer import TrainState
@@ -60,11 +60,11 @@ def stage_plan(config: TrainConfig, architecture: TransformerConfig) -> StagePla
 
 
 def _dispatch_options(config: TrainConfig) -> DispatchOptions:
-    payloads = config.payload.payloads()
+    wire_dtypes = config.payload.wire_dtypes()
     return DispatchOptions(
         config.parallel.timeout_s,
-        deterministic=config.parallel.deterministic and payloads.invariant,
-        payloads=payloads,
+        deterministic=config.parallel.deterministic and wire_dtypes.invariant,
+        wire_dtypes=wire_dtypes,
         checksums=config.guard.checksums,
     )
 
@@ -75,7 +75,7 @@ def _overlap(config: TrainConfig) -> Overlap | None:
 
 
 def build_stages(
-    config: TrainConfig, architecture: TransformerConfig, mesh: FoldedMesh, device: str | None = None
+    config: TrainConfig, architecture: TransformerConfig, mesh: ParallelMesh, device: str | None = None
 ) -> list[Transformer]:
     """This rank's parts of the model; weights are not set yet. Collective.
 
@@ -105,7 +105,7 @@ def build_stages(
 
 
 def build(
-    config: TrainConfig, architecture: TransformerConfig, mesh: FoldedMesh, peak_flops: float | None = None
+    config: TrainConfig, architecture: TransformerConfig, mesh: ParallelMesh, peak_flops: float | None = None
 ) -> TrainState:
     """Everything that trains on this rank, with fresh weights that do not depend on the mapping. Collective.
 
@@ -178,7 +178,7 @@ def build(
 
 
 @torch.no_grad()
-def read_pretrained(stage: Transformer, folder: Path, mesh: FoldedMesh) -> None:
+def read_pretrained(stage: Transformer, folder: Path, mesh: ParallelMesh) -> None:
     """Fill a stage's parameters and routers' biases with this rank's parts of a Hugging Face model's weights.
 
     Raises:

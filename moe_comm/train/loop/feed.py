@@ -11,7 +11,7 @@ import torch
 
 from moe_comm.layers.attention.config import Context
 from moe_comm.layers.attention.sequence import Documents, shard_sequence
-from moe_comm.topology import FoldedMesh
+from moe_comm.topology import ParallelMesh
 from moe_comm.train.data import Batch, Corpus, CorpusSettings, GlobalBatch, Prefetch, SourceSpec
 from moe_comm.train.loop.trainer import StepBatch
 from moe_comm.train.pipeline.batch import MicroBatch
@@ -49,7 +49,7 @@ class CorpusFeed:
         micro_batches: of a step. last: the step at which training ends.
     """
 
-    def __init__(self, corpus: Corpus, mesh: FoldedMesh, context: Context, micro_batches: int, last: int) -> None:
+    def __init__(self, corpus: Corpus, mesh: ParallelMesh, context: Context, micro_batches: int, last: int) -> None:
         self._corpus, self._mesh, self._context = corpus, mesh, context
         self._micro_batches = micro_batches
         self._prefetch: Prefetch[list[Batch]] = Prefetch(self._read_step, last)

@@ -29,7 +29,7 @@ from moe_comm.runtime.events import EVENTS
 from moe_comm.runtime.gemm import gemm_flops
 from moe_comm.runtime.persistent_memory import PersistentMemory
 from moe_comm.runtime.watch import Watcher
-from moe_comm.topology import FoldedMesh
+from moe_comm.topology import ParallelMesh
 from moe_comm.train import config as configuration
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.data import Corpus, prepare_all
@@ -104,7 +104,7 @@ def run_config(config_path: str | Path | None, overrides: Sequence[str] = ()) ->
     ranks = Ranks.make()
     settings = torch.frombuffer(bytearray(configuration.dump(config).encode()), dtype=torch.uint8)
     ranks.check_equal("the configuration", digest([settings]), "start all with the same file and overrides")
-    mesh = FoldedMesh(config.parallel.mapping(ranks.world), device_of_run())
+    mesh = ParallelMesh(config.parallel.mapping(ranks.world), device_of_run())
     corpus = open_corpus(config, ranks)
     architecture = architecture_of(config, corpus.vocab_size)
     state = build(config, architecture, mesh, peak_flops(config, mesh, ranks))
@@ -158,7 +158,7 @@ def open_corpus(config: TrainConfig, ranks: Ranks) -> Corpus:
     return opened[0]
 
 
-def peak_flops(config: TrainConfig, mesh: FoldedMesh, ranks: Ranks) -> float:
+def peak_flops(config: TrainConfig, mesh: ParallelMesh, ranks: Ranks) -> float:
     """FLOP/s of a plain matrix product in the model's dtype, of all ranks together and at once. Collective."""
     ranks.barrier()
     return float(ranks.sum(torch.tensor([gemm_flops(DTYPES[config.model.dtype], mesh.device)], dtype=torch.float64)))
@@ -384,7 +384,7 @@ def _versions() -> dict[str, str]:
 
 
 def _opening(
-    config: TrainConfig, architecture: TransformerConfig, corpus: Corpus, mesh: FoldedMesh, folder: RunFolder
+    config: TrainConfig, architecture: TransformerConfig, corpus: Corpus, mesh: ParallelMesh, folder: RunFolder
 ) -> str:
     shape = ModelShape.of(architecture)
     router = architecture.moe.router

@@ -27,7 +27,7 @@ from moe_comm.layers.moe.load import moe_layers, update_biases
 from moe_comm.observe.records import FaultRecord
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import COMMUNICATION, EVENTS
-from moe_comm.topology import FoldedMesh
+from moe_comm.topology import ParallelMesh
 from moe_comm.train.config import TrainConfig
 from moe_comm.train.hooks import StepHook
 from moe_comm.train.loop.progress import Progress, Silent
@@ -82,7 +82,7 @@ class TrainState:
     history: of the last updates, by which spikes are told; part of what is saved.
     """
 
-    mesh: FoldedMesh
+    mesh: ParallelMesh
     stages: list[nn.Module]
     data_parallel: DataParallel
     optimizer: Optimizer

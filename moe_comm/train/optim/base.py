@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.errors import ConfigError, InputError
-from moe_comm.topology import FoldedMesh
+from moe_comm.topology import ParallelMesh
 from moe_comm.train.parallel.owned import Owned
 
 Kind = Literal["adamw", "sgd", "lamb", "muon"]
@@ -64,7 +64,7 @@ class Optimizer(ABC):
     share), there from the start. ``steps``, the updates done, is all the other state there is.
     """
 
-    def __init__(self, owned: Sequence[Owned], mesh: FoldedMesh, options: OptimizerOptions) -> None:
+    def __init__(self, owned: Sequence[Owned], mesh: ParallelMesh, options: OptimizerOptions) -> None:
         self.owned, self.mesh, self.options = list(owned), mesh, options
         self.steps = 0
         self._state: dict[str, dict[str, Tensor]] = {item.name: {} for item in self.owned}
@@ -100,7 +100,7 @@ def is_stack(item: Owned) -> bool:
     return item.sharding.expert and bool(item.sharding.shape)
 
 
-def stacked(item: Owned, mesh: FoldedMesh) -> list[tuple[slice, slice]]:
+def stacked(item: Owned, mesh: ParallelMesh) -> list[tuple[slice, slice]]:
     """Rows of the value of a stack, and which experts of the model they are."""
     found = {box.local[0].start: (box.local[0], box.whole[0]) for box in item.boxes(mesh)}
     return list(found.values())

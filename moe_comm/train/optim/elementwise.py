@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_comm.topology import FoldedMesh
+from moe_comm.topology import ParallelMesh
 from moe_comm.train.optim.base import Optimizer, OptimizerOptions, gradient
 from moe_comm.train.parallel.owned import Owned
 
@@ -39,7 +39,7 @@ class _Torch(Optimizer):
 class AdamW(_Torch):
     """AdamW, one fused pass on CPU and CUDA. State: ``exp_avg``, ``exp_avg_sq``."""
 
-    def __init__(self, owned: Sequence[Owned], mesh: FoldedMesh, options: OptimizerOptions) -> None:
+    def __init__(self, owned: Sequence[Owned], mesh: ParallelMesh, options: OptimizerOptions) -> None:
         super().__init__(owned, mesh, options)
         self._make_state(self.owned, "exp_avg", "exp_avg_sq")
         self._counts: list[Tensor] = []
@@ -66,7 +66,7 @@ class AdamW(_Torch):
 class SGD(_Torch):
     """SGD, with momentum if that is not 0. State: ``momentum_buffer`` then."""
 
-    def __init__(self, owned: Sequence[Owned], mesh: FoldedMesh, options: OptimizerOptions) -> None:
+    def __init__(self, owned: Sequence[Owned], mesh: ParallelMesh, options: OptimizerOptions) -> None:
         super().__init__(owned, mesh, options)
         groups = self._groups(self.owned)
         self._torch = None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.layers.parallel.collectives import sum_values
-from moe_comm.topology import FoldedMesh
+from moe_comm.topology import ParallelMesh
 from moe_comm.train.optim.base import Optimizer, OptimizerOptions, gradient, is_stack, stacked
 from moe_comm.train.parallel.norm import squared_norm
 from moe_comm.train.parallel.owned import Owned
@@ -25,7 +25,7 @@ from moe_comm.train.parallel.owned import Owned
 class LAMB(Optimizer):
     """LAMB. State: ``exp_avg``, ``exp_avg_sq``."""
 
-    def __init__(self, owned: Sequence[Owned], mesh: FoldedMesh, options: OptimizerOptions) -> None:
+    def __init__(self, owned: Sequence[Owned], mesh: ParallelMesh, options: OptimizerOptions) -> None:
         super().__init__(owned, mesh, options)
         self._make_state(self.owned, "exp_avg", "exp_avg_sq")
         self._slots: list[slice] = []

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_comm.layers.parallel.collectives import gather_values
-from moe_comm.topology import FoldedMesh
+from moe_comm.topology import ParallelMesh
 from moe_comm.train.optim.base import Optimizer, OptimizerOptions, gradient, is_matrix, is_stack
 from moe_comm.train.optim.elementwise import AdamW
 from moe_comm.train.parallel.compress import buckets
@@ -36,7 +36,7 @@ _TOGETHER_BYTES = 64 << 20
 class Muon(Optimizer):
     """Muon for matrices, AdamW for the rest. State: ``momentum_buffer``, or ``exp_avg`` and ``exp_avg_sq``."""
 
-    def __init__(self, owned: Sequence[Owned], mesh: FoldedMesh, options: OptimizerOptions) -> None:
+    def __init__(self, owned: Sequence[Owned], mesh: ParallelMesh, options: OptimizerOptions) -> None:
         super().__init__(owned, mesh, options)
         self.matrices = [item for item in self.owned if self._takes(item)]
         taken = set(self.matrices)
@@ -153,7 +153,7 @@ def _segments(item: Owned, dim: int) -> int:
     return max((split.segments for split in item.sharding.splits if split.dim == at), default=1)
 
 
-def _boxes(item: Owned, mesh: FoldedMesh, rank: int | None) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+def _boxes(item: Owned, mesh: ParallelMesh, rank: int | None) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
     """Places in what ``rank`` (None: this one) owns and in ``_whole``, which has of a stack the owned experts only."""
     stack = is_stack(item)
     return [(b.local, (b.local[0], *b.whole[1:]) if stack else b.whole) for b in item.boxes(mesh, rank)]

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from moe_comm.errors import ConfigError, MoeCommError
 from moe_comm.layers.parallel.collectives import channel_of
-from moe_comm.topology import FoldedMesh, deal
+from moe_comm.topology import ParallelMesh, deal
 from moe_comm.train.parallel.compress import Wire
 from moe_comm.train.parallel.metered import Allocates, meter
 from moe_comm.train.parallel.owned import Held, Owned, master_dtype, named
@@ -55,7 +55,7 @@ class Sharded:
         modules: Sequence[nn.Module],
         held: Sequence[Held],
         ignored: set[nn.Parameter],
-        mesh: FoldedMesh,
+        mesh: ParallelMesh,
         wire: Wire,
         reshard_after_forward: bool = True,
     ) -> None:

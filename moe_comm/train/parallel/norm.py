@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.layers.parallel.collectives import sum_values
-from moe_comm.topology import FoldedMesh
+from moe_comm.topology import ParallelMesh
 from moe_comm.train.parallel.owned import Owned
 
 _ROW = 4096
@@ -30,7 +30,7 @@ def squared_norm(values: Tensor) -> Tensor:
     return rows.double().square().sum() + flat[whole:].double().square().sum()
 
 
-def global_norm(owned: Iterable[Owned], mesh: FoldedMesh) -> float:
+def global_norm(owned: Iterable[Owned], mesh: ParallelMesh) -> float:
     """The 2-norm of the gradients of the whole model, the same on every rank; NaN or infinite if one of them is.
 
     One all-reduce of one number over all ranks. After ``DataParallel.reduce``; a missing ``grad`` counts as zero.
@@ -45,7 +45,7 @@ def global_norm(owned: Iterable[Owned], mesh: FoldedMesh) -> float:
 
 
 @torch.no_grad()
-def clip_(owned: Sequence[Owned], max_norm: float, mesh: FoldedMesh) -> float:
+def clip_(owned: Sequence[Owned], max_norm: float, mesh: ParallelMesh) -> float:
     """Scale all gradients down to global norm ``max_norm`` (0: any) if it is larger. Collective.
 
     Returns:

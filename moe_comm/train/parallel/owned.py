@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from moe_comm.errors import ConfigError
 from moe_comm.layers.parallel.names import state_key
-from moe_comm.topology import Box, FoldedMesh, Sharding, Share, deal
+from moe_comm.topology import Box, ParallelMesh, Sharding, Share, deal
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ class Owned:
         """Whether the rank at ``place`` stands for all ranks of its pipeline stage that own the same elements."""
         return all(place[axis] == 0 for axis in self.copied_axes)
 
-    def boxes(self, mesh: FoldedMesh, rank: int | None = None) -> list[Box]:
+    def boxes(self, mesh: ParallelMesh, rank: int | None = None) -> list[Box]:
         """Where the elements that ``rank`` (default: this one) of the same stage owns lie in the whole parameter."""
         place = mesh.place if rank is None else mesh.config.place(rank)
         share = self.share
@@ -56,7 +56,7 @@ class Owned:
             share = self._share_of(place, mesh.sizes)
         return self.sharding.boxes(place, mesh.sizes, share)
 
-    def shape_of(self, mesh: FoldedMesh, rank: int) -> tuple[int, ...]:
+    def shape_of(self, mesh: ParallelMesh, rank: int) -> tuple[int, ...]:
         """Shape of what ``rank`` of the same stage owns."""
         place = mesh.config.place(rank)
         shape = self.sharding.local_shape(place, mesh.sizes)
@@ -80,7 +80,7 @@ class Held:
     dtype: torch.dtype
 
 
-def hold(modules: Sequence[nn.Module], shardings: Mapping[str, Sharding], mesh: FoldedMesh) -> list[Held]:
+def hold(modules: Sequence[nn.Module], shardings: Mapping[str, Sharding], mesh: ParallelMesh) -> list[Held]:
     """The trained parameters of ``modules``, in the order in which every rank of the stage has them.
 
     A parameter that two modules share comes once.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_comm.topology import FoldedMesh
+from moe_comm.topology import ParallelMesh
 from moe_comm.train.parallel.compress import Wire
 from moe_comm.train.parallel.owned import Held, Owned, master_dtype
 
@@ -58,7 +58,7 @@ class _Replica:
 class Replicated:
     """Plain data parallelism: every rank of a parameter's sum group holds, sums and updates all of it."""
 
-    def __init__(self, held: Sequence[Held], mesh: FoldedMesh, wire: Wire) -> None:
+    def __init__(self, held: Sequence[Held], mesh: ParallelMesh, wire: Wire) -> None:
         self._wire = wire
         self._replicas: list[_Replica] = []
         self._families: list[tuple[ProcessGroup | None, list[_Replica]]] = []

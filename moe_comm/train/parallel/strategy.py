@@ -23,7 +23,7 @@ from torch import nn
 
 from moe_comm.errors import ConfigError
 from moe_comm.layers.parallel.collectives import sum_values
-from moe_comm.topology import FoldedMesh, Sharding
+from moe_comm.topology import ParallelMesh, Sharding
 from moe_comm.train.parallel.compress import Traffic, Wire
 from moe_comm.train.parallel.fsdp import Sharded, fits
 from moe_comm.train.parallel.owned import Held, Owned, hold
@@ -95,7 +95,7 @@ class DataParallel:
         self,
         modules: nn.Module | Sequence[nn.Module],
         shardings: Mapping[str, Sharding],
-        mesh: FoldedMesh,
+        mesh: ParallelMesh,
         options: DataParallelOptions = DataParallelOptions(),
         tied: Sequence[str] = (),
     ) -> None:

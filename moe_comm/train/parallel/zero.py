@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_comm.topology import FoldedMesh, Share, deal
+from moe_comm.topology import ParallelMesh, Share, deal
 from moe_comm.train.parallel.compress import Wire, buckets
 from moe_comm.train.parallel.owned import Held, Owned, master_dtype
 from moe_comm.train.parallel.replicate import clear_gradient, compute_in, take_gradient
@@ -115,7 +115,7 @@ class _Bucket:
 class Dealt:
     """Parameters that every rank of their sum group holds whole, each updating its own share."""
 
-    def __init__(self, held: Sequence[Held], mesh: FoldedMesh, wire: Wire) -> None:
+    def __init__(self, held: Sequence[Held], mesh: ParallelMesh, wire: Wire) -> None:
         families: dict[tuple[tuple[int, ...], torch.dtype, torch.dtype], list[Held]] = {}
         for item in held:
             key = (mesh.ranks(*item.sharding.sum_axes), master_dtype(item.param), item.dtype)
@@ -130,7 +130,7 @@ class Dealt:
         self.zero_grad()
 
     @staticmethod
-    def fits(held: Held, mesh: FoldedMesh) -> bool:
+    def fits(held: Held, mesh: ParallelMesh) -> bool:
         """Whether there is something to deal out, and ranks to deal it to."""
         return mesh.size(*held.sharding.sum_axes) > 1 and held.param.dim() > 0 and held.param.numel() > 0
 

@@ -24,7 +24,7 @@ from moe_comm.plan.pipeline.schedules import check_micro_batches, find_schedule
 from moe_comm.plan.pipeline.stages import StagePlan
 from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import COMMUNICATION, EVENTS, moving
-from moe_comm.topology import FoldedMesh
+from moe_comm.topology import ParallelMesh
 from moe_comm.train.pipeline.batch import Activations, MicroBatch, check_batches, device_of
 from moe_comm.train.pipeline.stage import AfterBackward, Stage, check_output
 from moe_comm.train.pipeline.transfers import ACTIVATIONS, Transfers, between
@@ -150,7 +150,7 @@ class Pipeline:
     def __init__(
         self,
         modules: Sequence[nn.Module],
-        mesh: FoldedMesh,
+        mesh: ParallelMesh,
         plan: StagePlan,
         schedule: str,
         activations: Activations,
@@ -332,7 +332,7 @@ class Pipeline:
         return torch.stack(losses).double()
 
     @contextmanager
-    def _explained(self, doing: str) -> Iterator[None]:
+    def _explained(self, description: str) -> Iterator[None]:
         """Errors of ours as they were raised inside a stage, and the backend's about a peer as ``PeerError``."""
         self._channel.comm.check()
         begun = time.monotonic()
@@ -347,7 +347,7 @@ class Pipeline:
                     raise
                 raise ours from error
             message = " ".join(str(e) for e in chain if isinstance(e, RuntimeError))
-            found = self._channel.peer_error(message, time.monotonic() - begun, doing) if message else None
+            found = self._channel.peer_error(message, time.monotonic() - begun, description) if message else None
             if found is None:
                 raise
             self._channel.comm.failed = found
@@ -385,7 +385,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def make_runner(
     modules: Sequence[nn.Module],
-    mesh: FoldedMesh,
+    mesh: ParallelMesh,
     plan: StagePlan,
     schedule: str,
     activations: Activations,

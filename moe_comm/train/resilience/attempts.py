@@ -16,7 +16,7 @@ from moe_comm.observe.effective import last_step_s, step_times
 from moe_comm.observe.records import ATTEMPTS, Attempt, append, read_lines
 from moe_comm.runtime.launch import under_torchrun
 from moe_comm.runtime.memory_server import start_ticks
-from moe_comm.topology import FoldedMesh
+from moe_comm.topology import ParallelMesh
 from moe_comm.train.hooks import StepHook
 
 SETTINGS = "config.resolved.toml"
@@ -32,7 +32,7 @@ class AttemptLog(StepHook):
     """
 
     def __init__(
-        self, run: Path, mesh: FoldedMesh, done: int, source: str, hosts: list[str], earlier: Path | None = None
+        self, run: Path, mesh: ParallelMesh, done: int, source: str, hosts: list[str], earlier: Path | None = None
     ) -> None:
         self._path = run / ATTEMPTS
         before = earlier or run

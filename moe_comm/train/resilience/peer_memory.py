@@ -37,7 +37,7 @@ from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.events import EVENTS
 from moe_comm.runtime.persistent_memory import HEADER_BYTES, Header, PersistentMemory, Slots
 from moe_comm.runtime.untrusted import abridged
-from moe_comm.topology import FoldedMesh
+from moe_comm.topology import ParallelMesh
 from moe_comm.topology.buddies import buddies
 from moe_comm.train.checkpoint import Entry
 from moe_comm.train.hooks import StepHook
@@ -97,7 +97,7 @@ class PeerMemory(StepHook):
         self,
         kept: PersistentMemory,
         ranks: Ranks,
-        mesh: FoldedMesh,
+        mesh: ParallelMesh,
         run: Path,
         every: int,
         capture: Capture,

@@ -1,11 +1,11 @@
-"""SwiGLU against its reference, and fp8: the bytes of ``payload.encode``, fused or not."""
+"""SwiGLU against its reference, and fp8: the bytes of ``wire_dtype.encode``, fused or not."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from moe_comm.dispatch.payload import Payload, decode, encode
+from moe_comm.dispatch.wire_dtype import WireDtype, decode, encode
 from moe_comm.errors import InputError
 from moe_comm.kernels.swiglu import swiglu_backward_reference, swiglu_forward_reference
 from tests.kernels.triton.common import DTYPES, drawn, kernels
@@ -49,21 +49,21 @@ def test_swiglu_and_its_gradient_agree_with_the_reference_also_in_place(
 def _same_bytes(rank: int, world: int, arg: tuple[str, bool]) -> None:
     kind, power_of_two = arg
     quantize, swiglu = kernels("quantize"), kernels("swiglu")
-    payload, scales = Payload("fp8", kind, power_of_two), quantize.Scales(kind == "token", power_of_two)
+    wire_dtype, scales = WireDtype("fp8", kind, power_of_two), quantize.Scales(kind == "token", power_of_two)
     for dtype, width in FORMS:
         h_RG = drawn(3, 2 * width, dtype=dtype) * torch.tensor([[1e-3], [300.0], [0.0]], dtype=dtype)
         grad_RF, act_RF = drawn(3, width, dtype=dtype, seed=1), torch.empty(3, width, dtype=dtype)
         grad_h_RG = torch.empty_like(h_RG)
         swiglu.swiglu_forward(h_RG, act_RF)
         swiglu.swiglu_backward(h_RG, grad_RF, grad_h_RG, None)
-        packed_RB = encode(h_RG, payload)
+        packed_RB = encode(h_RG, wire_dtype)
         assert torch.equal(quantize.quantize(h_RG, scales), packed_RB), (dtype, width)
         assert torch.equal(
-            quantize.dequantize(packed_RB, scales, 2 * width, dtype), decode(packed_RB, payload, 2 * width, dtype)
+            quantize.dequantize(packed_RB, scales, 2 * width, dtype), decode(packed_RB, wire_dtype, 2 * width, dtype)
         )
-        assert torch.equal(quantize.swiglu_quantize(h_RG, scales), encode(act_RF, payload)), (dtype, width)
+        assert torch.equal(quantize.swiglu_quantize(h_RG, scales), encode(act_RF, wire_dtype)), (dtype, width)
         found = quantize.swiglu_backward_quantize(h_RG, grad_RF, scales)
-        assert torch.equal(found, encode(grad_h_RG, payload)), (dtype, width)
+        assert torch.equal(found, encode(grad_h_RG, wire_dtype)), (dtype, width)
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
@@ -81,8 +81,8 @@ def _all_values(rank: int, world: int, arg: None) -> None:
     between = (bits[1:] + bits[:-1]) / 2
     x = torch.cat((bits, between, between * 1.0001, between * 0.9999, torch.tensor([448.0])))
     rows_RD = torch.stack((x, -x))
-    payload, scales = Payload("fp8", "token"), quantize.Scales(per_row=True)
-    assert torch.equal(quantize.quantize(rows_RD, scales), encode(rows_RD, payload))
+    wire_dtype, scales = WireDtype("fp8", "token"), quantize.Scales(per_row=True)
+    assert torch.equal(quantize.quantize(rows_RD, scales), encode(rows_RD, wire_dtype))
 
 
 def test_every_e4m3_number_and_every_tie_is_rounded_as_torch_does(interpreter: RankPool) -> None:
@@ -94,9 +94,9 @@ def _not_finite(rank: int, world: int, arg: None) -> None:
     rows_RD = drawn(2, 300)
     rows_RD[0, 5], rows_RD[0, 140], rows_RD[1, 299] = float("nan"), float("inf"), float("-inf")
     for kind in ("token", "block"):
-        payload, scales = Payload("fp8", kind), quantize.Scales(kind == "token")
+        wire_dtype, scales = WireDtype("fp8", kind), quantize.Scales(kind == "token")
         found = quantize.dequantize(quantize.quantize(rows_RD, scales), scales, 300, torch.float32)
-        expected = decode(encode(rows_RD, payload), payload, 300, torch.float32)
+        expected = decode(encode(rows_RD, wire_dtype), wire_dtype, 300, torch.float32)
         assert torch.equal(found.isnan(), expected.isnan())
         assert torch.equal(found.nan_to_num(), expected.nan_to_num())
 

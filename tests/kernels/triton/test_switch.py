@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.dispatch.backends.local import LocalDispatcher
-from moe_comm.dispatch.payload import Payload, pack, unpack
+from moe_comm.dispatch.wire_dtype import WireDtype, pack, unpack
 from moe_comm.kernels import native
 from moe_comm.layers.moe.experts import Experts
 from moe_comm.layers.moe.router import Router, RouterConfig, Routing
@@ -51,7 +51,7 @@ def _dispatch(rank: int, world: int, arg: None) -> None:
         x_TD = drawn(7, 20, dtype=torch.bfloat16).requires_grad_()
         weights_TK = drawn(7, 3, seed=1).requires_grad_()
         sent = dispatcher.dispatch(x_TD, some_ids(7, 3, 5))
-        y_TD = dispatcher.combine(sent.rows_RD * 2, weights_TK, sent.layout)
+        y_TD = dispatcher.combine(sent.rows_RD * 2, weights_TK, sent.handle)
         y_TD.backward(drawn(7, 20, dtype=torch.bfloat16, seed=2))
         assert x_TD.grad is not None and weights_TK.grad is not None
         return [sent.rows_RD.detach(), y_TD.detach(), x_TD.grad, weights_TK.grad]
@@ -66,11 +66,11 @@ def test_local_dispatch_and_combine_have_the_same_bits(interpreter: RankPool) ->
 
 
 def _payload(rank: int, world: int, name: str) -> None:
-    payload = Payload.named(name)
+    wire_dtype = WireDtype.named(name)
 
     def work() -> list[Tensor]:
-        packed_RX = pack(drawn(3, 150, dtype=torch.bfloat16), payload)
-        return [packed_RX, unpack(packed_RX, payload, 150, torch.bfloat16)]
+        packed_RX = pack(drawn(3, 150, dtype=torch.bfloat16), wire_dtype)
+        return [packed_RX, unpack(packed_RX, wire_dtype, 150, torch.bfloat16)]
 
     plain, found, launched = _both_ways(work)
     assert launched == ["quantize_kernel", "dequantize_kernel"]

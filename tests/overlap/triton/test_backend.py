@@ -182,7 +182,7 @@ def _layer(rank: int, dispatcher: AllToAllDispatcher, overlap: Overlap | None, b
     b2 = torch.zeros(2, D) if bias else None
     with call.abort_on_error():
         mlp = ExpertMLP((w13, w2, None, b2), activation_of("relu"))
-        rows = call.compute(call.rows, call.layout.rows_per_expert, mlp)
+        rows = call.compute(call.rows, call.handle.rows_per_expert, mlp)
     y = call.combine(rows)
     return [y.detach(), *torch.autograd.grad(y, (x, w13, w2, weights), whole(*y.shape, seed=60 + rank))]
 

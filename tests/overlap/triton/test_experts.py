@@ -20,8 +20,8 @@ from moe_comm.comm.communicator import CollectiveOptions
 from moe_comm.comm.meeting import channel_of, communicator_of, configure_collectives
 from moe_comm.dispatch import plain
 from moe_comm.dispatch.backends.all_to_all import AllToAllDispatcher, Routes
-from moe_comm.dispatch.payload import Payloads
 from moe_comm.dispatch.types import DispatchOptions
+from moe_comm.dispatch.wire_dtype import WireDtypes
 from moe_comm.errors import ConfigError, InputError, PeerTimeout, RankMismatch, RoutingError
 from moe_comm.overlap.ring import Ring
 from moe_comm.overlap.tiles import Cut
@@ -196,7 +196,7 @@ def _same_bits(rank: int, world: int, dtype: torch.dtype) -> None:
         tiling = dataclasses.replace(SMALL, **change)
         h, passage = dispatch_matmul(dispatcher, mine["x"], mine["ids"], mine["w1"], tiling)
         y, results = launch.run_combine(passage, h, mine["w2"], mine["weights"])
-        summed = dispatcher.combine(results.clone(), mine["weights"], passage.layout)
+        summed = dispatcher.combine(results.clone(), mine["weights"], passage.handle)
         assert torch.equal(y, summed)
         if first is None:
             first = (h, y)
@@ -205,7 +205,7 @@ def _same_bits(rank: int, world: int, dtype: torch.dtype) -> None:
                 [
                     rows.double() @ w.double().T
                     for rows, w in zip(
-                        reference.rows_RD.split(reference.layout.rows_per_expert), mine["w1"], strict=True
+                        reference.rows_RD.split(reference.handle.rows_per_expert), mine["w1"], strict=True
                     )
                 ]
             )
@@ -235,8 +235,8 @@ def _bad(rank: int, world: int, arg: Any) -> None:
         dispatch_matmul(dispatcher, mine["x"].double(), mine["ids"], mine["w1"].double(), SMALL)
     with pytest.raises(RankMismatch):
         dispatch_matmul(dispatcher, mine["x"], mine["ids"], mine["w1"], dataclasses.replace(SMALL, relay=rank == 3))
-    payloads = Payloads(dispatch="bf16")
-    packing = AllToAllDispatcher(case.placement, dist.group.WORLD, rank, DispatchOptions(payloads=payloads))
+    wire_dtypes = WireDtypes(dispatch="bf16")
+    packing = AllToAllDispatcher(case.placement, dist.group.WORLD, rank, DispatchOptions(wire_dtypes=wire_dtypes))
     with pytest.raises(ConfigError, match="move rows as they are"):
         dispatch_matmul(packing, mine["x"], mine["ids"], mine["w1"], SMALL)
     h, passage = dispatch_matmul(dispatcher, mine["x"], mine["ids"], mine["w1"], SMALL)

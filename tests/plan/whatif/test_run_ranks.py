@@ -33,10 +33,10 @@ def work(rank: int, world: int, apart_s: float) -> list[SpanLine]:
     with EVENTS.span(Kind.STEP, "step"):
         with EVENTS.span(Kind.COMPUTE, "attention"):
             busy(apart_s * rank)
-        coming = channel.start_all_gather(torch.full((4,), float(rank)), "gather early")
+        pending = channel.start_all_gather(torch.full((4,), float(rank)), "gather early")
         with EVENTS.span(Kind.COMPUTE, "experts"):
             busy(10 * AT_ONCE_S)
-        assert coming()[1].tolist() == [1.0] * 4
+        assert pending()[1].tolist() == [1.0] * 4
         channel.all_reduce(torch.ones(4), "sum")
     return [replace(SpanLine.of(span, 0), rank=rank) for span in read_spans(EVENTS.region) if span.step == 1]
 

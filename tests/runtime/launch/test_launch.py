@@ -90,7 +90,7 @@ def fail_between_operations() -> None:
         with dispatcher.abort_on_error():
             if ranks.rank == 1:
                 raise ZeroDivisionError("a bug")
-        dispatcher.combine(sent.rows_RD, torch.ones(2, 1), sent.layout)
+        dispatcher.combine(sent.rows_RD, torch.ones(2, 1), sent.handle)
 
 
 def one_rank() -> tuple[int, int, str]:

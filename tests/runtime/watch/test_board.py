@@ -18,7 +18,7 @@ from moe_comm.runtime.event_layout import Kind, region_bytes
 from moe_comm.runtime.event_reader import read_calls, read_open, read_spans, read_state
 from moe_comm.runtime.events import Recorder
 from moe_comm.runtime.watch import views
-from moe_comm.runtime.watch.board import NOTICE_BYTES, Board, Phase
+from moe_comm.runtime.watch.status_table import NOTICE_BYTES, Board, Phase
 from tests.pool import RankPool
 
 RECORDS = 64
@@ -182,7 +182,7 @@ def test_where_one_rank_cannot_share_all_raise(pool2: RankPool) -> None:
 
 
 def one_fails(rank: int, world: int, arg: Any) -> str:
-    from moe_comm.runtime.watch import board as module
+    from moe_comm.runtime.watch import status_table as module
 
     def refuse(path: str, size: int) -> NoReturn:
         raise OSError("no")

@@ -21,10 +21,10 @@ from moe_comm.runtime.event_layout import Kind
 from moe_comm.runtime.event_reader import read_state
 from moe_comm.runtime.events import EVENTS, moving
 from moe_comm.runtime.launch.agent import ENDED_BY_WATCH
-from moe_comm.runtime.watch.board import NOTICE_BYTES, Board, Phase
 from moe_comm.runtime.watch.graph import View
 from moe_comm.runtime.watch.notice import Notices
 from moe_comm.runtime.watch.report import Fault, notice_text
+from moe_comm.runtime.watch.status_table import NOTICE_BYTES, Board, Phase
 from moe_comm.runtime.watch.watcher import Watcher, WatchOptions, _is_from_peers
 from tests.pool import RankPool
 from tests.runtime.watch.test_watch_graph import at_work, waiting

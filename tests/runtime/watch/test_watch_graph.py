@@ -16,12 +16,12 @@ WORLD = (0, 1, 2, 3)
 
 def at_work(rank: int, silent_s: float = 0.0, **more: Any) -> View:
     """Computes; 5 s of silence are too many."""
-    return View(rank, silent_s=silent_s, doing=(Doing(Kind.COMPUTE, "experts", silent_s),), **more)
+    return View(rank, silent_s=silent_s, description=(Doing(Kind.COMPUTE, "experts", silent_s),), **more)
 
 
 def waiting(rank: int, group: tuple[int, ...], call: int, age_s: float = 6.0, kind: Kind = Kind.COLLECTIVE) -> View:
-    doing = (Doing(Kind.STEP, "step", age_s), Doing(kind, "sum", age_s, group=group, call=call))
-    return View(rank, silent_s=age_s, doing=doing, calls={(group, kind): call})
+    description = (Doing(Kind.STEP, "step", age_s), Doing(kind, "sum", age_s, group=group, call=call))
+    return View(rank, silent_s=age_s, description=description, calls={(group, kind): call})
 
 
 def culprits(*views: View) -> tuple[int, ...]:
@@ -66,11 +66,11 @@ def test_a_chain_over_several_groups_is_followed_to_its_end() -> None:
 def test_who_does_not_come_to_save_is_waited_for_by_those_that_do() -> None:
     """Threads beside the main ones exchange what is saved: no call of the main thread says so."""
     saves = (Doing(Kind.CHECKPOINT, "save", 6.0, group=WORLD, call=3),)
-    saving = [View(rank, silent_s=6.0, doing=saves, calls={(WORLD, Kind.CHECKPOINT): 3}) for rank in (0, 2, 3)]
+    saving = [View(rank, silent_s=6.0, description=saves, calls={(WORLD, Kind.CHECKPOINT): 3}) for rank in (0, 2, 3)]
     absent = View(1, silent_s=6.0, unbeaten_s=6.0, calls={(WORLD, Kind.CHECKPOINT): 2})
     assert waits([*saving, absent]) == {0: (1,), 2: (1,), 3: (1,)}
     assert culprits(*saving, absent) == (1,)
-    slow = replace(absent, doing=saves, calls={(WORLD, Kind.CHECKPOINT): 3}, unbeaten_s=0.1)
+    slow = replace(absent, description=saves, calls={(WORLD, Kind.CHECKPOINT): 3}, unbeaten_s=0.1)
     assert culprits(*saving, slow) == (), "its disk takes long"
 
 
@@ -102,7 +102,9 @@ def test_ranks_that_wait_for_each_other_took_different_paths() -> None:
 
 
 def receiving(rank: int, peer: int, silent_s: float = 6.0) -> View:
-    return View(rank, silent_s=silent_s, doing=(Doing(Kind.TRANSFER, "receive activations", silent_s, peer=peer),))
+    return View(
+        rank, silent_s=silent_s, description=(Doing(Kind.TRANSFER, "receive activations", silent_s, peer=peer),)
+    )
 
 
 def test_stages_of_a_pipeline_wait_for_the_one_before() -> None:
@@ -114,13 +116,13 @@ def test_stages_of_a_pipeline_wait_for_the_one_before() -> None:
 
 def test_a_transfer_with_both_ends_in_it_is_under_way() -> None:
     assert waits([receiving(0, 1), receiving(1, 0)]) == {}
-    unknown = View(1, silent_s=9.0, doing=(Doing(Kind.TRANSFER, "between passes", 9.0),))
+    unknown = View(1, silent_s=9.0, description=(Doing(Kind.TRANSFER, "between passes", 9.0),))
     assert culprits(receiving(0, 1), unknown) == (), "it may wait for its own sends to go out"
 
 
 @pytest.mark.parametrize("kind", [Kind.CHECKPOINT, Kind.DATA, Kind.PAUSE])
 def test_saving_and_reading_may_take_long_but_not_for_ever(kind: Kind) -> None:
-    busy = View(1, silent_s=60.0, doing=(Doing(kind, "save", 60.0),))
+    busy = View(1, silent_s=60.0, description=(Doing(kind, "save", 60.0),))
     assert culprits(waiting(0, (0, 1), 3, 60.0), busy) == ()
     assert culprits(waiting(0, (0, 1), 3, 301.0), replace(busy, silent_s=301.0)) == (1,)
 
@@ -166,8 +168,8 @@ def test_views_travel_between_hosts() -> None:
 
 
 def test_the_report_names_operation_layer_micro_batch_and_step() -> None:
-    doing = Doing(Kind.DISPATCH, "dispatch", 5.5, layer="layers.3.moe", step=12, micro=2, group=(0, 1), call=77)
-    views = [View(0, silent_s=5.5, doing=(doing,)), View(1, silent_s=5.5, step=12)]
+    description = Doing(Kind.DISPATCH, "dispatch", 5.5, layer="layers.3.moe", step=12, micro=2, group=(0, 1), call=77)
+    views = [View(0, silent_s=5.5, description=(description,)), View(1, silent_s=5.5, step=12)]
     verdict = Verdict("stuck", (1,), "rank 1 is stuck", 12, 5.5, {0: (1,)})
     text = describe(verdict, views, {1: "Thread 2\n  a\n\nThread 1\n  b"})
     where = "layer layers.3.moe, micro-batch 2, step 12, call 77 of ranks 0, 1"
@@ -196,7 +198,7 @@ def test_a_host_is_cut_off_when_it_waits_for_others_and_its_store_does_not_answe
     assert verdict is not None
     assert (verdict.kind, verdict.ranks) == ("unreachable", (2, 3))
     assert "is cut off, alive" in describe(verdict, [stuck, fine, *others], {})
-    gpu = replace(at_work(2, 12.5), doing=(), calls={((0, 2), Kind.COLLECTIVE): 5})
+    gpu = replace(at_work(2, 12.5), description=(), calls={((0, 2), Kind.COLLECTIVE): 5})
     assert cut_off([gpu, fine, *others], (2, 3), 13.0, 12.0) is not None
 
 

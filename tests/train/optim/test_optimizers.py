@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from moe_comm.errors import ConfigError, InputError
-from moe_comm.topology import FoldedMesh, ParallelConfig
+from moe_comm.topology import ParallelConfig, ParallelMesh
 from moe_comm.train.optim import OptimizerOptions, Schedule, learning_rate, make_optimizer, newton_schulz
 from moe_comm.train.parallel import DataParallelOptions
 from tests.train.toy import SHARDINGS, Toy, assemble, backward, make, pieces, train
@@ -21,13 +21,13 @@ DECAYED = [n for n, s in SHARDINGS.items() if len(s.shape) - s.expert >= 2 and "
 
 
 def trained(options: OptimizerOptions, lr: float = 0.05, steps: int = 3) -> dict[str, torch.Tensor]:
-    mesh = FoldedMesh(ALONE)
+    mesh = ParallelMesh(ALONE)
     return assemble([pieces(train(mesh, DataParallelOptions(), options, lr=lr, steps=steps)[0].owned(), mesh)])
 
 
 def with_torch(make_them: Any, steps: int = 3) -> dict[str, torch.Tensor]:
     """The toy trained by plain torch; ``make_them`` gets its parameters by name."""
-    model = Toy(SHARDINGS, FoldedMesh(ALONE))
+    model = Toy(SHARDINGS, ParallelMesh(ALONE))
     params = dict(model.named_parameters())
     optimizers = make_them(params)
     for _ in range(steps):
@@ -99,7 +99,7 @@ def test_lamb_is_the_papers_algorithm():
 
 
 def test_lamb_moves_a_parameter_of_zeros():
-    mesh = FoldedMesh(ALONE)
+    mesh = ParallelMesh(ALONE)
     model, data_parallel = make(mesh, DataParallelOptions())
     with torch.no_grad():
         model.layers["0"].dense.w2.zero_()
@@ -179,7 +179,7 @@ KINDS = {
 def resumed(rank: int, world: int, arg: tuple[str, str]) -> bool:
     """Two steps, then one: in one go, and by a second optimizer that takes over values and state."""
     kind, strategy = arg
-    mesh = FoldedMesh(ParallelConfig(tp=2, dp=2, ep=2))
+    mesh = ParallelMesh(ParallelConfig(tp=2, dp=2, ep=2))
     options = DataParallelOptions(strategy)
     whole, _, _ = train(mesh, options, KINDS[kind], steps=3)
     first, optimizer, _ = train(mesh, options, KINDS[kind], steps=2)
@@ -209,8 +209,8 @@ def test_state_by_name_is_all_that_a_resumed_run_needs(pool4, kind):
 
 
 def test_a_step_before_the_gradients_are_there_is_refused():
-    _, data_parallel = make(FoldedMesh(ALONE), DataParallelOptions())
-    adamw = make_optimizer(data_parallel.owned(), FoldedMesh(ALONE), KINDS["adamw"])
+    _, data_parallel = make(ParallelMesh(ALONE), DataParallelOptions())
+    adamw = make_optimizer(data_parallel.owned(), ParallelMesh(ALONE), KINDS["adamw"])
     with pytest.raises(InputError, match="has no gradient"):
         adamw.step(0.1)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moe_comm.comm.channel import Channel
 from moe_comm.layers.parallel.collectives import CollectiveOptions, configure_collectives
-from moe_comm.topology import FoldedMesh, ParallelConfig
+from moe_comm.topology import ParallelConfig, ParallelMesh
 from moe_comm.train.optim import OptimizerOptions, make_optimizer
 from moe_comm.train.parallel import DataParallel, DataParallelOptions
 
@@ -26,9 +26,9 @@ def counted() -> Iterator[dict[str, int]]:
     sent = {"bytes": 0}
     gather, exchange = Channel.all_gather, Channel.all_to_all
 
-    def counting_gather(self: Channel, tensor: Tensor, doing: str) -> Tensor:
+    def counting_gather(self: Channel, tensor: Tensor, description: str) -> Tensor:
         sent["bytes"] += (self.world - 1) * tensor.nbytes
-        return gather(self, tensor, doing)
+        return gather(self, tensor, description)
 
     def counting_exchange(self: Channel, rows: Tensor, *rest: Any) -> Tensor:
         sent["bytes"] += (self.world - 1) * rows.nbytes // self.world
@@ -50,7 +50,7 @@ def gradient(rank: int, name: str) -> Tensor:
 def reduced(rank: int, world: int, arg: tuple[str, bool]) -> Any:
     """One reduction: bytes sent in truth and as reported, and the sums (what the rank owns of them)."""
     strategy, compress = arg
-    mesh = FoldedMesh(ParallelConfig(dp=world))
+    mesh = ParallelMesh(ParallelConfig(dp=world))
     model = nn.ParameterDict({"a": torch.zeros(WIDTH, WIDTH), "bb": torch.zeros(WIDTH, WIDTH)})
     data_parallel = DataParallel(model, {}, mesh, DataParallelOptions(strategy, compress=compress))
     for name, param in model.items():
@@ -107,7 +107,7 @@ class Net(nn.Module):
 def final_loss(rank: int, world: int, arg: tuple[str, bool]) -> list[float]:
     """80 steps of a small regression; each rank has its part of each batch of 64."""
     strategy, compress = arg
-    mesh = FoldedMesh(ParallelConfig(dp=world))
+    mesh = ParallelMesh(ParallelConfig(dp=world))
     model = Net()
     data_parallel = DataParallel(model, {}, mesh, DataParallelOptions(strategy, compress=compress))
     optimizer = make_optimizer(data_parallel.owned(), mesh, OptimizerOptions("adamw", weight_decay=0.0))

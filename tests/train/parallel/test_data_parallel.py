@@ -14,7 +14,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from moe_comm.errors import ConfigError
 from moe_comm.runtime.events import COMMUNICATION
-from moe_comm.topology import FoldedMesh, ParallelConfig, Sharding, deal
+from moe_comm.topology import ParallelConfig, ParallelMesh, Sharding, deal
 from moe_comm.train.optim import OptimizerOptions
 from moe_comm.train.parallel import DataParallel, DataParallelOptions
 from moe_comm.train.pipeline import prepare_backward
@@ -44,7 +44,7 @@ MAPPINGS = {
 
 
 def trained(rank: int, world: int, config: ParallelConfig) -> Any:
-    mesh = FoldedMesh(config)
+    mesh = ParallelMesh(config)
     return {
         (strategy, kind): trained_on(mesh, DataParallelOptions(strategy, bucket_bytes=300), OPTIMIZERS[kind])
         for strategy in STRATEGIES
@@ -52,7 +52,7 @@ def trained(rank: int, world: int, config: ParallelConfig) -> Any:
     }
 
 
-def trained_on(mesh: FoldedMesh, options: DataParallelOptions, optimizer: OptimizerOptions) -> tuple[Any, Any]:
+def trained_on(mesh: ParallelMesh, options: DataParallelOptions, optimizer: OptimizerOptions) -> tuple[Any, Any]:
     """What this rank owns after training, and what its model computes with (under FSDP that is the same storage)."""
     data_parallel, _, model = train(mesh, options, optimizer)
     own = pieces(data_parallel.owned(), mesh)
@@ -67,7 +67,7 @@ def trained_on(mesh: FoldedMesh, options: DataParallelOptions, optimizer: Optimi
 
 @pytest.mark.parametrize("world", MAPPINGS)
 def test_every_strategy_and_mapping_trains_as_one_process_does(world, request):
-    alone = FoldedMesh(ParallelConfig())
+    alone = ParallelMesh(ParallelConfig())
     expected = {k: assemble([trained_on(alone, DataParallelOptions(), o)[0]]) for k, o in OPTIMIZERS.items()}
     pool = request.getfixturevalue(f"pool{world}")
     for config in MAPPINGS[world]:
@@ -81,7 +81,7 @@ def test_every_strategy_and_mapping_trains_as_one_process_does(world, request):
 
 
 def test_the_toys_own_gradient_is_that_of_plain_torch():
-    mesh = FoldedMesh(ParallelConfig())
+    mesh = ParallelMesh(ParallelConfig())
     model, data_parallel = make(mesh, DataParallelOptions())
     backward(model, data_parallel, 2)
     plain = Toy(SHARDINGS, mesh)
@@ -91,7 +91,7 @@ def test_the_toys_own_gradient_is_that_of_plain_torch():
 
 
 def shares(rank: int, world: int, strategy: str) -> Any:
-    mesh = FoldedMesh(ParallelConfig(dp=world))
+    mesh = ParallelMesh(ParallelConfig(dp=world))
     _, data_parallel = make(mesh, DataParallelOptions(strategy))
     return {o.name: (o.share, tuple(o.value.shape), o.owner_axes) for o in data_parallel.owned()}
 
@@ -112,7 +112,7 @@ def test_parameters_are_dealt_out_as_deal_says_also_unevenly(pool4, strategy):
 
 def with_missing(rank: int, world: int, strategy: str) -> Any:
     """Rank 1's backward does not reach the experts and the odd parameter."""
-    mesh = FoldedMesh(ParallelConfig(dp=2))
+    mesh = ParallelMesh(ParallelConfig(dp=2))
     model, data_parallel = make(mesh, DataParallelOptions(strategy))
     for _ in range(2):  # twice: nothing of the first step may be left
         data_parallel.zero_grad()
@@ -126,7 +126,7 @@ def with_missing(rank: int, world: int, strategy: str) -> Any:
 
 def first_half(rank: int, world: int, _: None) -> Any:
     """Gradients of the tokens of rank 0 of 2."""
-    mesh = FoldedMesh(ParallelConfig(dp=2))
+    mesh = ParallelMesh(ParallelConfig(dp=2))
     model = Toy(SHARDINGS, mesh)
     model(torch.zeros(())).backward()
     return {name: param.grad for name, param in model.named_parameters()}
@@ -155,7 +155,7 @@ class Gate(nn.Module):
 
 
 def gated(rank: int, world: int, _: None) -> Any:
-    mesh = FoldedMesh(ParallelConfig(dp=2))
+    mesh = ParallelMesh(ParallelConfig(dp=2))
     model = Gate()
     data_parallel = DataParallel(model, {}, mesh, DataParallelOptions("fsdp"))
     for _ in range(2):
@@ -173,7 +173,7 @@ def test_fsdp_too_takes_gradients_that_a_rank_lacks_as_zero(pool2):
 
 def metered(rank: int, world: int, _: None) -> tuple[float, float]:
     """Seconds of communication in a forward and in a backward pass without any but FSDP's."""
-    mesh = FoldedMesh(ParallelConfig(dp=2))
+    mesh = ParallelMesh(ParallelConfig(dp=2))
     model = Gate()
     DataParallel(model, {}, mesh, DataParallelOptions("fsdp"))
     COMMUNICATION.take()
@@ -200,7 +200,7 @@ class Line(nn.Module):
 
 
 def in_bf16(rank: int, world: int, strategy: str) -> Any:
-    mesh = FoldedMesh(ParallelConfig(dp=2))
+    mesh = ParallelMesh(ParallelConfig(dp=2))
     model = Line()
     # FSDP keeps a module's own parameters together: one of them cannot stay in fp32 alone.
     kept = () if strategy == "fsdp" else ("norm",)
@@ -239,7 +239,7 @@ def test_bf16_parameters_have_fp32_masters_and_accumulate_in_fp32(pool2, strateg
 
 def test_split_backward_passes_that_add_to_grad_by_hand_accumulate_in_fp32():
     model = Line()
-    mesh = FoldedMesh(ParallelConfig())
+    mesh = ParallelMesh(ParallelConfig())
     data_parallel = DataParallel(model, {}, mesh, DataParallelOptions(dtype=torch.bfloat16))
     for _ in range(2):
         data_parallel.zero_grad()
@@ -255,7 +255,7 @@ def test_split_backward_passes_that_add_to_grad_by_hand_accumulate_in_fp32():
 
 def loaded(rank: int, world: int, strategy: str) -> Any:
     """An evaluation, then new values from elsewhere: does the model compute with them?"""
-    mesh = FoldedMesh(ParallelConfig(dp=2))
+    mesh = ParallelMesh(ParallelConfig(dp=2))
     model, data_parallel = make(mesh, DataParallelOptions(strategy))
     with torch.no_grad():
         before = model(torch.zeros(()))
@@ -291,7 +291,7 @@ class Sum(nn.Module):
 
 def tied_ends(rank: int, world: int, strategy: str) -> Any:
     """Stage 0 has the embedding, stage 1 its copy as output layer; gradients 1 and 10 per rank."""
-    mesh = FoldedMesh(ParallelConfig(pp=2, dp=world // 2))
+    mesh = ParallelMesh(ParallelConfig(pp=2, dp=world // 2))
     model = Sum(["embed", "own"], 1.0) if mesh.place["pp"] == 0 else Sum(["head", "own"], 10.0)
     data_parallel = DataParallel(model, {}, mesh, DataParallelOptions(strategy), tied=("embed", "head"))
     data_parallel.zero_grad()
@@ -311,7 +311,7 @@ def test_tied_copies_on_both_ends_of_the_pipeline_get_the_sum_of_both_gradients(
 
 
 def test_tied_copies_on_one_rank_get_the_sum_and_count_once():
-    mesh = FoldedMesh(ParallelConfig())
+    mesh = ParallelMesh(ParallelConfig())
     stages = [Toy({"embed.weight": Sharding((2, 2))}, mesh), Toy({"head.weight": Sharding((2, 2))}, mesh)]
     data_parallel = DataParallel(stages, {}, mesh, tied=("embed.weight", "head.weight"))
     data_parallel.zero_grad()
@@ -358,7 +358,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 def piped(rank: int, world: int, arg: tuple[str, str]) -> Any:
     strategy, name = arg
-    mesh = FoldedMesh(ParallelConfig(pp=2, dp=2))
+    mesh = ParallelMesh(ParallelConfig(pp=2, dp=2))
     place = mesh.place
     looped = name != "1F1B"
     ids = [place["pp"], place["pp"] + 2] if looped else [place["pp"]]
@@ -391,7 +391,7 @@ def test_pipeline_schedules_reduce_once_and_completely(pool4, strategy, name):
 
 
 def fsdp_of(rank: int, world: int, what: str) -> None:
-    mesh = FoldedMesh(ParallelConfig(dp=2))
+    mesh = ParallelMesh(ParallelConfig(dp=2))
     if what == "mixed":
         shardings = {"dense": Sharding((2, 2)), "expert": Sharding((2, 2), expert=True)}
         DataParallel(Toy(shardings, mesh), shardings, mesh, DataParallelOptions("fsdp"))
@@ -409,7 +409,7 @@ def test_fsdp_refuses_what_it_cannot_spread(pool2, what, said):
 
 
 def test_bad_descriptions_are_refused():
-    mesh = FoldedMesh(ParallelConfig())
+    mesh = ParallelMesh(ParallelConfig())
     model = Toy({"w": Sharding((2, 2))}, mesh)
     with pytest.raises(ConfigError, match="w has shape"):
         DataParallel(model, {"w": Sharding((3, 2))}, mesh)
@@ -423,13 +423,13 @@ def test_bad_descriptions_are_refused():
 
 def test_names_are_those_of_a_state_dict_in_which_wrappers_do_not_show():
     model = nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)))
-    data_parallel = DataParallel(model, {"0.bias": Sharding((2,))}, FoldedMesh(ParallelConfig()))
+    data_parallel = DataParallel(model, {"0.bias": Sharding((2,))}, ParallelMesh(ParallelConfig()))
     assert [owned.name for owned in data_parallel.owned()] == ["0.weight", "0.bias"]
 
 
 def test_one_rank_without_a_process_group_takes_any_strategy():
     assert not dist.is_initialized()
-    mesh = FoldedMesh(ParallelConfig())
+    mesh = ParallelMesh(ParallelConfig())
     for strategy in STRATEGIES:
         model, data_parallel = make(mesh, DataParallelOptions(strategy))
         backward(model, data_parallel)

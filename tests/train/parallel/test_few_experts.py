@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from moe_comm.topology import ExpertPlacement, FoldedMesh, ParallelConfig, Sharding, Split
+from moe_comm.topology import ExpertPlacement, ParallelConfig, ParallelMesh, Sharding, Split
 from moe_comm.train.optim import OptimizerOptions
 from moe_comm.train.parallel import DataParallelOptions, Held
 from moe_comm.train.parallel.fsdp import fits
@@ -55,7 +55,7 @@ def shardings_of(experts: int, ep: int) -> dict[str, Sharding]:
 
 
 def trained_on(config: ParallelConfig, experts: int, strategy: str, kind: str) -> Any:
-    mesh = FoldedMesh(config)
+    mesh = ParallelMesh(config)
     options = DataParallelOptions(strategy, bucket_bytes=900)
     shardings = shardings_of(experts, config.ep)
     data_parallel, _, _ = train(mesh, options, OPTIMIZERS[kind], shardings=shardings)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from moe_comm.topology import FoldedMesh, ParallelConfig, Sharding, Split
+from moe_comm.topology import ParallelConfig, ParallelMesh, Sharding, Split
 from moe_comm.train.parallel import DataParallel, DataParallelOptions, clip_, global_norm
 from moe_comm.train.parallel.norm import squared_norm
 from tests.train.toy import SHARDINGS, backward, make, whole
@@ -17,7 +17,7 @@ from tests.train.toy import SHARDINGS, backward, make, whole
 
 def scalars(rank: int, world: int, strategy: str) -> float:
     """Megatron-LM issue 6470: one dense scalar, the same on both ranks, and one expert scalar on each."""
-    mesh = FoldedMesh(ParallelConfig(tp=2, ep=2, etp=1))
+    mesh = ParallelMesh(ParallelConfig(tp=2, ep=2, etp=1))
     model = nn.Module()
     model.dense, model.experts = nn.Module(), nn.Module()
     model.dense.weight = nn.Parameter(torch.zeros(1))
@@ -49,7 +49,7 @@ def stage_of(name: str) -> int:
 
 def norms(rank: int, world: int, config: ParallelConfig) -> dict[str, tuple[float, float, float]]:
     """Of gradients drawn by global name, by strategy: before clipping, as clip_ returns it, and after."""
-    mesh = FoldedMesh(config)
+    mesh = ParallelMesh(config)
     mine = {n: s for n, s in SHARDINGS.items() if config.pp == 1 or stage_of(n) == mesh.place["pp"]}
     found = {}
     for strategy in ("replicate", "zero1", "fsdp"):
@@ -78,7 +78,7 @@ def test_the_norm_is_that_of_the_whole_model_on_any_mapping(world, request):
 
 
 def tied_norm(rank: int, world: int, _: None) -> float:
-    mesh = FoldedMesh(ParallelConfig(pp=2))
+    mesh = ParallelMesh(ParallelConfig(pp=2))
     model = nn.Module()
     model.register_parameter("embed" if rank == 0 else "head", nn.Parameter(torch.zeros(2, 2)))
     data_parallel = DataParallel(model, {}, mesh, tied=("embed", "head"))
@@ -93,7 +93,7 @@ def test_a_tied_embedding_on_two_stages_counts_once(pool2):
 
 def not_finite(rank: int, world: int, value: float) -> Any:
     """One element of one rank's gradient is bad."""
-    mesh = FoldedMesh(ParallelConfig(dp=2, ep=2))
+    mesh = ParallelMesh(ParallelConfig(dp=2, ep=2))
     model, data_parallel = make(mesh, DataParallelOptions())
     backward(model, data_parallel)
     owned = data_parallel.owned()
@@ -112,7 +112,7 @@ def test_a_bad_element_on_one_rank_shows_on_all_and_nothing_is_scaled(pool2, val
 
 
 def test_clipping_leaves_small_gradients_alone_and_0_means_any():
-    mesh = FoldedMesh(ParallelConfig())
+    mesh = ParallelMesh(ParallelConfig())
     model = nn.Linear(2, 1, bias=False)
     data_parallel = DataParallel(model, {}, mesh)
     (owned,) = data_parallel.owned()

@@ -13,7 +13,7 @@ from moe_comm.errors import ConfigError, InputError
 from moe_comm.layers.parallel.shard import shardings_of
 from moe_comm.runtime import events
 from moe_comm.runtime.events import COMMUNICATION
-from moe_comm.topology import FoldedMesh, ParallelConfig, Sharding
+from moe_comm.topology import ParallelConfig, ParallelMesh, Sharding
 from moe_comm.train.parallel import DataParallel, DataParallelOptions
 from moe_comm.train.pipeline import SCHEDULES, Accumulation
 from moe_comm.train.pipeline.stage import Stage
@@ -24,7 +24,7 @@ from tests.train.toy import assemble, pieces
 
 def train(rank: int, world: int, case: Case) -> Any:
     """Losses, evaluation's losses, and what this rank owns of the gradients. Steps twice, so buffers are used again."""
-    mesh = FoldedMesh(ParallelConfig(dp=case.dp, pp=case.pp, ep=case.ep))
+    mesh = ParallelMesh(ParallelConfig(dp=case.dp, pp=case.pp, ep=case.ep))
     parts = build(case, mesh)
     shardings = {name: sharding for part in parts for name, sharding in shardings_of(part).items()}
     options = DataParallelOptions("fsdp" if case.fsdp else "replicate")
@@ -107,7 +107,7 @@ def test_micro_batches_that_are_no_multiple_of_the_ranks(schedule: str, micro_ba
 
 def changing(rank: int, world: int, case: Case) -> Any:
     """A refused number of micro-batches, then steps of other numbers and shapes, and one under the first again."""
-    mesh = FoldedMesh(ParallelConfig(pp=case.pp))
+    mesh = ParallelMesh(ParallelConfig(pp=case.pp))
     parts = build(case, mesh)
     runner = make(case, parts, mesh)
     with pytest.raises(ConfigError, match="5"):
@@ -131,7 +131,7 @@ def test_steps_may_differ_in_number_and_shape_and_a_refusal_leaves_the_pipeline_
 @pytest.mark.parametrize("tied", [False, True])
 def test_without_pipeline_micro_batches_accumulate(tied: bool) -> None:
     case = Case(pp=1, micro_batches=3, tie=tied)
-    mesh = FoldedMesh(ParallelConfig())
+    mesh = ParallelMesh(ParallelConfig())
     model = Part(case, range(case.layers), True, True)
     if tied:
         model.head = model.embed
@@ -168,7 +168,7 @@ class Clock:
 def timed(rank: int, world: int, schedule: str) -> float:
     """The clock's seconds of a step that count as communication."""
     case, clock = Case(schedule), Clock()
-    mesh = FoldedMesh(ParallelConfig(pp=2))
+    mesh = ParallelMesh(ParallelConfig(pp=2))
     parts = build(case, mesh)
     runner = make(case, parts, mesh, after_backward=clock.computed)
     for part in parts:

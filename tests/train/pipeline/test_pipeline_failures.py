@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from moe_comm.errors import ConfigError, MoeCommError, PeerError, RoutingError
-from moe_comm.topology import FoldedMesh, ParallelConfig
+from moe_comm.topology import ParallelConfig, ParallelMesh
 from moe_comm.train.pipeline import Activations, Pipeline, make_runner
 from tests.pool import RankPool
 from tests.train.pipes import HIDDEN, Case, Part, batches_of, build
@@ -18,7 +18,7 @@ from tests.train.pipes import HIDDEN, Case, Part, batches_of, build
 
 def misfit(rank: int, world: int, _: None) -> list[str]:
     """Pipelines that do not fit; every one is refused here, before anything is sent."""
-    mesh, case = FoldedMesh(ParallelConfig(pp=2)), Case("zbv")
+    mesh, case = ParallelMesh(ParallelConfig(pp=2)), Case("zbv")
     parts = build(case, mesh)
     activations = Activations(HIDDEN, case.dtype)
     refused = []
@@ -45,7 +45,7 @@ def test_a_plan_that_does_not_fit_mesh_schedule_or_modules_is_refused(pool2: Ran
 def casting(rank: int, world: int, _: None) -> str:
     """An evaluation in which the first stage returns float32, where the next one waits for float64."""
     case = Case()
-    mesh = FoldedMesh(ParallelConfig(pp=2))
+    mesh = ParallelMesh(ParallelConfig(pp=2))
     parts = build(case, mesh)
     runner = make_runner(parts, mesh, case.plan, case.schedule, Activations(HIDDEN, case.dtype), timeout_s=3)
     if rank == 0:
@@ -85,7 +85,7 @@ class Failing(Part):
 def fail(rank: int, world: int, arg: tuple[str, str]) -> tuple[str, str]:
     schedule, how = arg
     case = Case(schedule)
-    mesh = FoldedMesh(ParallelConfig(pp=2))
+    mesh = ParallelMesh(ParallelConfig(pp=2))
     Failing.how, Failing.calls = how, 0
     plan = case.plan
     parts = [

@@ -14,7 +14,7 @@ from moe_comm.layers.moe.experts import Experts
 from moe_comm.layers.parallel.shard import shardings_of
 from moe_comm.layers.transformer.initialize import initialize
 from moe_comm.layers.transformer.model import ModelPlan, Transformer
-from moe_comm.topology import FoldedMesh, ParallelConfig
+from moe_comm.topology import ParallelConfig, ParallelMesh
 from moe_comm.train.parallel import DataParallel
 from moe_comm.train.pipeline import Activations, MicroBatch, make_runner, plan_stages
 from tests.layers import tiny
@@ -28,7 +28,7 @@ def transformer(rank: int, world: int, arg: tuple[str, ParallelConfig, str, bool
     """The bundled model on packed documents: losses; gradients by name, and what part of the whole each is; how often
     each expert was chosen, by layer; how often routers ran."""
     schedule, mapping, recompute, split_backward = arg
-    mesh = FoldedMesh(mapping)
+    mesh = ParallelMesh(mapping)
     plan = plan_stages(FOUR_LAYERS.layers, mapping.pp, schedule)
     stages = []
     for stage in plan.stages_of(mesh.place["pp"]):

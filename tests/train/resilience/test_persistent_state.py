@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_comm.runtime.persistent_memory import Owner, PersistentMemory
-from moe_comm.topology import FoldedMesh, ParallelConfig
+from moe_comm.topology import ParallelConfig, ParallelMesh
 from moe_comm.train.checkpoint import Entry
 from moe_comm.train.ranks import Ranks
 from moe_comm.train.resilience import find_snapshot, peer_memory
@@ -76,7 +76,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def _memory(rank: int, world: int, arg: Arg, live: dict[str, Tensor]) -> tuple[PeerMemory, PersistentMemory, Ranks]:
     kept = PersistentMemory(arg.owner, host=arg.hosts[rank])
     ranks = Ranks.make()
-    mesh = FoldedMesh(ParallelConfig(dp=world))
+    mesh = ParallelMesh(ParallelConfig(dp=world))
 
     def capture(step: int) -> tuple[dict[str, Entry], dict[str, Any]]:
         return entries(live), {"step": step, "more": "x" * (1 << 18 if step in arg.large else 10)}

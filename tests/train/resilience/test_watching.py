@@ -14,8 +14,8 @@ from moe_comm.errors import CheckpointError, PeerError
 from moe_comm.observe.records import FAULTS, FaultRecord, read_lines
 from moe_comm.runtime.event_reader import read_open
 from moe_comm.runtime.events import EVENTS
-from moe_comm.runtime.watch.board import Board, Phase
 from moe_comm.runtime.watch.graph import PATIENT_KINDS
+from moe_comm.runtime.watch.status_table import Board, Phase
 from moe_comm.train.hooks import StepHook
 from moe_comm.train.loop.job import run_config
 from moe_comm.train.metrics import StepReport

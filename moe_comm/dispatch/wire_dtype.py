@@ -39,7 +39,7 @@ from moe_comm.runtime.memory import as_dtype
 
 Format = Literal["same", "bf16", "fp8"]
 Scales = Literal["token", "block", "group"]
-PayloadName = Literal[
+WireDtypeName = Literal[
     "same",
     "bf16",
     "fp8_token",
@@ -66,7 +66,7 @@ _IN_TRITON = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Payload:
+class WireDtype:
     """How rows travel in one direction.
 
     format: "same": in their own dtype. "bf16": rounded to nearest even; rows of 16 bits travel as they are, and
@@ -90,8 +90,8 @@ class Payload:
             raise ConfigError(f"only fp8 has scales; a {self.format} payload takes no scales and no power_of_two")
 
     @classmethod
-    def named(cls, name: str) -> Payload:
-        """The payload that ``name``, one of ``PayloadName``, stands for.
+    def named(cls, name: str) -> WireDtype:
+        """The payload that ``name``, one of ``WireDtypeName``, stands for.
 
         Raises:
             ConfigError: there is none of that name.
@@ -102,7 +102,7 @@ class Payload:
 
     @property
     def name(self) -> str:
-        """Its ``PayloadName``."""
+        """Its ``WireDtypeName``."""
         if self.format != "fp8":
             return self.format
         return f"fp8_{self.scales}" + ("_pow2" if self.power_of_two else "")
@@ -118,19 +118,19 @@ class Payload:
         return 1 if self.scales == "token" else -(-hidden // BLOCK)
 
 
-SAME = Payload()
+SAME = WireDtype()
 _BY_NAME = {
-    payload.name: payload
-    for payload in (
+    wire_dtype.name: wire_dtype
+    for wire_dtype in (
         SAME,
-        Payload("bf16"),
-        *(Payload("fp8", scales, power) for power in (False, True) for scales in get_args(Scales)),
+        WireDtype("bf16"),
+        *(WireDtype("fp8", scales, power) for power in (False, True) for scales in get_args(Scales)),
     )
 }
 
 
 @dataclass(frozen=True)
-class Payloads:
+class WireDtypes:
     """A payload, or the name of one, for each direction in which rows travel.
 
     dispatch: tokens to their experts. combine: results back. dispatch_backward: gradients of the experts' input back
@@ -141,19 +141,19 @@ class Payloads:
         ConfigError: an unknown payload; scales of groups for what is no gradient.
     """
 
-    dispatch: Payload | PayloadName = SAME
-    combine: Payload | PayloadName = SAME
-    dispatch_backward: Payload | PayloadName = SAME
-    combine_backward: Payload | PayloadName = SAME
+    dispatch: WireDtype | WireDtypeName = SAME
+    combine: WireDtype | WireDtypeName = SAME
+    dispatch_backward: WireDtype | WireDtypeName = SAME
+    combine_backward: WireDtype | WireDtypeName = SAME
 
     def __post_init__(self) -> None:
         for field in fields(self):
             given = getattr(self, field.name)
             if isinstance(given, str):
-                object.__setattr__(self, field.name, Payload.named(given))
-            elif not isinstance(given, Payload):
+                object.__setattr__(self, field.name, WireDtype.named(given))
+            elif not isinstance(given, WireDtype):
                 raise ConfigError(
-                    f"payload of {field.name} must be a Payload or one of {', '.join(_BY_NAME)}; got {given!r}"
+                    f"payload of {field.name} must be a WireDtype or one of {', '.join(_BY_NAME)}; got {given!r}"
                 )
         for name in ("dispatch", "combine"):
             if getattr(self, name).scales == "group":
@@ -167,26 +167,26 @@ class Payloads:
         """Whether what arrives does not depend on how rows are spread over ranks."""
         return "group" not in (self.of("dispatch backward").scales, self.of("combine backward").scales)
 
-    def of(self, op: str) -> Payload:
+    def of(self, op: str) -> WireDtype:
         """The payload of an operation as headers name it, such as "combine backward"."""
         found = getattr(self, op.replace(" ", "_"))
-        assert isinstance(found, Payload)  # by __post_init__
+        assert isinstance(found, WireDtype)  # by __post_init__
         return found
 
 
-AS_THEY_ARE = Payloads()
+AS_THEY_ARE = WireDtypes()
 
 
-def bytes_per_row(hidden: int, payload: Payload, dtype: torch.dtype) -> int:
+def bytes_per_row(hidden: int, wire_dtype: WireDtype, dtype: torch.dtype) -> int:
     """Bytes of one travelling row of ``hidden`` channels of ``dtype``, without scales of groups; see the picture."""
-    if not hidden or not payload.narrows(dtype):
+    if not hidden or not wire_dtype.narrows(dtype):
         return hidden * dtype.itemsize
-    if payload.format == "bf16":
+    if wire_dtype.format == "bf16":
         return _up(2 * hidden, ALIGN)
-    return _up(_up(hidden, SCALE_BYTES) + SCALE_BYTES * payload.num_scales(hidden), ALIGN)
+    return _up(_up(hidden, SCALE_BYTES) + SCALE_BYTES * wire_dtype.num_scales(hidden), ALIGN)
 
 
-def encode(rows_RD: Tensor, payload: Payload) -> Tensor:
+def encode(rows_RD: Tensor, wire_dtype: WireDtype) -> Tensor:
     """Rows as they travel. No copy from the device to the host; the same bits on every device.
 
     Args:
@@ -199,14 +199,14 @@ def encode(rows_RD: Tensor, payload: Payload) -> Tensor:
         InputError: not a matrix of floating-point numbers.
         ConfigError: scales that do not travel in rows.
     """
-    _in_rows(payload)
+    _in_rows(wire_dtype)
     if rows_RD.dim() != 2 or not rows_RD.is_floating_point():
         raise InputError(f"encode needs floating-point rows [R, D]; got {tuple(rows_RD.shape)} {rows_RD.dtype}")
     num_rows, hidden = rows_RD.shape
-    if not hidden or not payload.narrows(rows_RD.dtype):
+    if not hidden or not wire_dtype.narrows(rows_RD.dtype):
         return as_dtype(torch.uint8, rows_RD)
-    width = bytes_per_row(hidden, payload, rows_RD.dtype)
-    if payload.format == "bf16":
+    width = bytes_per_row(hidden, wire_dtype, rows_RD.dtype)
+    if wire_dtype.format == "bf16":
         packed_RB = torch.empty(num_rows, width, dtype=torch.uint8, device=rows_RD.device)
         packed_RB.view(torch.bfloat16)[:, :hidden].copy_(rows_RD)
         packed_RB[:, 2 * hidden :] = 0
@@ -214,11 +214,11 @@ def encode(rows_RD: Tensor, payload: Payload) -> Tensor:
     if rows_RD.dtype in _IN_TRITON and for_triton(rows_RD):
         from moe_comm.kernels.triton.quantize import Scales, quantize  # needs Triton
 
-        return quantize(rows_RD.contiguous(), Scales(payload.scales == "token", payload.power_of_two))
-    first, last = _scale_bytes(hidden, payload)
+        return quantize(rows_RD.contiguous(), Scales(wire_dtype.scales == "token", wire_dtype.power_of_two))
+    first, last = _scale_bytes(hidden, wire_dtype)
     packed_RB = torch.empty(num_rows, width, dtype=torch.uint8, device=rows_RD.device)
-    rows_RSB = _blocks(rows_RD.to(torch.float32).contiguous(), payload)
-    scale_RS = scales_for(rows_RSB.abs().amax(2), payload.power_of_two)
+    rows_RSB = _blocks(rows_RD.to(torch.float32).contiguous(), wire_dtype)
+    scale_RS = scales_for(rows_RSB.abs().amax(2), wire_dtype.power_of_two)
     packed_RB[:, hidden:first] = 0
     packed_RB.view(torch.float32)[:, first // SCALE_BYTES : last // SCALE_BYTES] = scale_RS
     packed_RB[:, last:] = 0
@@ -226,8 +226,8 @@ def encode(rows_RD: Tensor, payload: Payload) -> Tensor:
     return packed_RB
 
 
-def decode(packed_RB: Tensor, payload: Payload, hidden: int, dtype: torch.dtype) -> Tensor:
-    """Rows that arrived, as ``dtype``. The inverse of ``encode`` up to the rounding of the payload.
+def decode(packed_RB: Tensor, wire_dtype: WireDtype, hidden: int, dtype: torch.dtype) -> Tensor:
+    """Rows that arrived, as ``dtype``. The inverse of ``encode`` up to the rounding of the wire_dtype.
 
     Args:
         packed_RB: [R, ``bytes_per_row(hidden, payload, dtype)``] bytes, or a view of them in a wider dtype.
@@ -240,71 +240,71 @@ def decode(packed_RB: Tensor, payload: Payload, hidden: int, dtype: torch.dtype)
         InputError: rows of another width.
         ConfigError: scales that do not travel in rows.
     """
-    _in_rows(payload)
+    _in_rows(wire_dtype)
     bytes_RB = as_dtype(torch.uint8, packed_RB)
-    if bytes_RB.dim() != 2 or bytes_RB.shape[1] != bytes_per_row(hidden, payload, dtype):
+    if bytes_RB.dim() != 2 or bytes_RB.shape[1] != bytes_per_row(hidden, wire_dtype, dtype):
         raise InputError(
-            f"{hidden} channels of {dtype} in payload {payload.name!r} are rows of "
-            f"{bytes_per_row(hidden, payload, dtype)} bytes; got {tuple(bytes_RB.shape)}"
+            f"{hidden} channels of {dtype} in payload {wire_dtype.name!r} are rows of "
+            f"{bytes_per_row(hidden, wire_dtype, dtype)} bytes; got {tuple(bytes_RB.shape)}"
         )
-    if not hidden or not payload.narrows(dtype):
+    if not hidden or not wire_dtype.narrows(dtype):
         return as_dtype(dtype, bytes_RB)
-    if payload.format == "bf16":
+    if wire_dtype.format == "bf16":
         return bytes_RB.view(torch.bfloat16)[:, :hidden].to(dtype)
     if dtype in _IN_TRITON and for_triton(bytes_RB):
         from moe_comm.kernels.triton.quantize import Scales, dequantize  # needs Triton
 
-        return dequantize(bytes_RB, Scales(payload.scales == "token"), hidden, dtype)
-    first, last = _scale_bytes(hidden, payload)
+        return dequantize(bytes_RB, Scales(wire_dtype.scales == "token"), hidden, dtype)
+    first, last = _scale_bytes(hidden, wire_dtype)
     scale_RS = bytes_RB.view(torch.float32)[:, first // SCALE_BYTES : last // SCALE_BYTES]
-    return scaled(bytes_RB[:, :hidden], scale_RS, payload, dtype)
+    return scaled(bytes_RB[:, :hidden], scale_RS, wire_dtype, dtype)
 
 
-def scaled(values_RD: Tensor, scale_RS: Tensor, payload: Payload, dtype: torch.dtype) -> Tensor:
+def scaled(values_RD: Tensor, scale_RS: Tensor, wire_dtype: WireDtype, dtype: torch.dtype) -> Tensor:
     """[R, D] rows whose e4m3 values, [R, D] bytes, and fp32 scales arrived apart."""
-    wide_RSB = _blocks(values_RD.view(E4M3).to(torch.float32), payload).mul_(scale_RS.unsqueeze(2))
+    wide_RSB = _blocks(values_RD.view(E4M3).to(torch.float32), wire_dtype).mul_(scale_RS.unsqueeze(2))
     return narrowed(wide_RSB, dtype).flatten(1)[:, : values_RD.shape[1]].contiguous()
 
 
-def rounded(rows_RD: Tensor, payload: Payload) -> Tensor:
+def rounded(rows_RD: Tensor, wire_dtype: WireDtype) -> Tensor:
     """What arrives where ``rows_RD`` were sent: for backends that move rows in place, and as the reference."""
-    if not payload.narrows(rows_RD.dtype):
+    if not wire_dtype.narrows(rows_RD.dtype):
         return rows_RD
-    return decode(encode(rows_RD, payload), payload, rows_RD.shape[1], rows_RD.dtype)
+    return decode(encode(rows_RD, wire_dtype), wire_dtype, rows_RD.shape[1], rows_RD.dtype)
 
 
-def pack(rows_RD: Tensor, payload: Payload) -> Tensor:
+def pack(rows_RD: Tensor, wire_dtype: WireDtype) -> Tensor:
     """Rows as a dispatcher moves them: themselves, or encoded and viewed as 8-byte words, which index quickly."""
-    if not rows_RD.shape[1] or not payload.narrows(rows_RD.dtype):
+    if not rows_RD.shape[1] or not wire_dtype.narrows(rows_RD.dtype):
         return rows_RD
-    return as_dtype(torch.int64, encode(rows_RD, payload))
+    return as_dtype(torch.int64, encode(rows_RD, wire_dtype))
 
 
-def unpack(moved: Tensor, payload: Payload, hidden: int, dtype: torch.dtype) -> Tensor:
+def unpack(moved: Tensor, wire_dtype: WireDtype, hidden: int, dtype: torch.dtype) -> Tensor:
     """The inverse of ``pack``: [R, hidden] rows of ``dtype``."""
-    if not hidden or not payload.narrows(dtype):
+    if not hidden or not wire_dtype.narrows(dtype):
         return moved
-    return decode(moved, payload, hidden, dtype)
+    return decode(moved, wire_dtype, hidden, dtype)
 
 
-def _in_rows(payload: Payload) -> None:
-    if payload.scales == "group":
-        raise ConfigError(f"the scales of {payload.name} are not in the rows; group_scales.encode_groups gives both")
+def _in_rows(wire_dtype: WireDtype) -> None:
+    if wire_dtype.scales == "group":
+        raise ConfigError(f"the scales of {wire_dtype.name} are not in the rows; group_scales.encode_groups gives both")
 
 
 def _up(size: int, to: int) -> int:
     return -(-size // to) * to
 
 
-def _scale_bytes(hidden: int, payload: Payload) -> tuple[int, int]:
+def _scale_bytes(hidden: int, wire_dtype: WireDtype) -> tuple[int, int]:
     """Where a row's scales begin and end."""
     first = _up(hidden, SCALE_BYTES)
-    return first, first + SCALE_BYTES * payload.num_scales(hidden)
+    return first, first + SCALE_BYTES * wire_dtype.num_scales(hidden)
 
 
-def _blocks(rows_RD: Tensor, payload: Payload) -> Tensor:
+def _blocks(rows_RD: Tensor, wire_dtype: WireDtype) -> Tensor:
     """[R, S, B] the channels that share each scale; zeros fill up the last block."""
-    num_scales = payload.num_scales(rows_RD.shape[1])
+    num_scales = wire_dtype.num_scales(rows_RD.shape[1])
     missing = 0 if num_scales == 1 else num_scales * BLOCK - rows_RD.shape[1]
     whole_RD: Tensor = F.pad(rows_RD, (0, missing)) if missing else rows_RD
     return whole_RD.view(whole_RD.shape[0], num_scales, whole_RD.shape[1] // num_scales)
@@ -330,9 +330,9 @@ __all__ = [
     "BLOCK",
     "E4M3",
     "SAME",
-    "Payload",
-    "PayloadName",
-    "Payloads",
+    "WireDtype",
+    "WireDtypeName",
+    "WireDtypes",
     "bytes_per_row",
     "decode",
     "encode",
